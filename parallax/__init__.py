@@ -1,7 +1,7 @@
 """Parallax trains PyTorch models that are too large for their devices.
 
-Names are imported at their first use, because importing torch takes seconds. So a command that is interrupted during
-this import can already report it, and commands that only plan do not import torch.
+Public names are imported at their first use, because importing torch takes seconds. Commands that only plan do not
+import it, and other commands handle Ctrl-C before the import begins.
 """
 
 import importlib

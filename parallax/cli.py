@@ -1,7 +1,7 @@
 """The command line: arguments before the first ``key=value`` belong to the command; all others are overrides in Hydra's
 grammar.
 
-Few modules are imported here; the others inside of :func:`main`, where Ctrl-C is handled.
+Most modules are imported inside :func:`main`, which handles Ctrl-C.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0 for success, 1 for a failure, 2 for wrong input. ``arguments``:
-    None for those of the process."""
+    """Run the command line and return the exit code: 0 for success, 1 for a failure, 2 for wrong input. ``arguments``
+    defaults to the process's own arguments."""
     code = _main(arguments)
     if arguments is None:
         exit_on_request(code)
@@ -91,7 +91,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         if sys.stdout is not None:  # None: the caller has closed it
             sys.stdout.flush()  # here, where a full disk can still be reported
         return code
-    except BaseException as error:  # also a call of exit() in what the user's own functions do
+    except BaseException as error:  # also SystemExit, if a user's function calls exit()
         # rich makes SystemExit of a broken pipe.
         pipe = error.__context__ if isinstance(error, SystemExit) else None
         return _report_error(pipe if isinstance(pipe, BrokenPipeError) else error)
@@ -128,8 +128,8 @@ def _report_error(error: BaseException) -> int:
 
 
 def _refused(code: int) -> int:
-    """Return the exit code ``code`` of wrong input. Under torchrun, also end the rank so that it is not restarted,
-    since a restart would fail again."""
+    """Return ``code``, the exit code of wrong input. Under torchrun, end this rank instead, so that torchrun does not
+    restart it: a restart would fail again."""
     if under_torchrun():
         from parallax.runtime.failure.refusal import end_process
 
@@ -139,8 +139,8 @@ def _refused(code: int) -> int:
 
 @contextlib.contextmanager
 def _no_collection(*, own_process: bool) -> Iterator[None]:
-    """A context that disables the garbage collector during imports, where it takes a fifth of the time and frees almost
-    nothing. ``own_process``: at the end, exclude the imported objects from later collections."""
+    """A context for imports in which the garbage collector is off: it would take a fifth of the import time and free
+    almost nothing. ``own_process``: at the end, also exclude the imported objects from later collections."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -211,8 +211,8 @@ def _parse(typed: list[str]) -> argparse.Namespace:
 
 
 def _as_setting(left: list[str]) -> str:
-    """Return Parallax's setting for the first unknown option if that is another trainer's term, such as
-    ``--batch-size``."""
+    """Return a hint that names Parallax's setting, if the first unknown option is another trainer's, such as
+    ``--batch-size``; otherwise ""."""
     option = next((word for word in left if word.startswith("--")), "").partition("=")[0]
     if not option:
         return ""

@@ -2,7 +2,7 @@
 
 ::
 
-@V@V@V@V    ParallaxError                     anything that Parallax raises on purpose
+    ParallaxError                     anything that Parallax raises on purpose
     ├── UserError                     the input is wrong: one line, exit code 2
     │   ├── ConfigError               a key, a value, a group, a size
     │   │   └── UnknownKeyError       a key that does not exist
@@ -41,8 +41,8 @@ class ParallaxError(Exception):
 
 
 class HangError(ParallaxError):
-    """Work before the first step shows no sign of life. It is raised inside the running code, which must not catch
-    it."""
+    """A hang before the first step: the running code shows no sign of life. The error is raised inside that code, which
+    must not catch it."""
 
 
 class UserError(ParallaxError):
@@ -53,7 +53,8 @@ class UserError(ParallaxError):
 
 
 class ConfigError(UserError):
-    """A configuration key or value is not accepted. ``parts``: the errors that this error combines, if any."""
+    """A configuration key or value is not accepted. An error that reports several mistakes at once has one error per
+    mistake in ``parts``."""
 
     parts: tuple[ConfigError, ...] = ()
 
@@ -66,8 +67,7 @@ class UnknownKeyError(ConfigError):
 
     @classmethod
     def of(cls, subject: str, accepted: str, hint: str) -> UnknownKeyError:
-        """Return the error. An error that is rebuilt from its message alone, as on another rank, has the same
-        message."""
+        """Return the error. Its message alone is enough to rebuild it on another rank."""
         error = cls(printable(f"{subject}: unknown key; {accepted}{hint}"))
         error.accepted = printable(accepted)
         error.short = printable(f"{subject}: unknown key{hint}")
@@ -111,7 +111,8 @@ class CheckpointError(UserError):
 
 
 class LaterStartError(CheckpointError):
-    """A later start of this run has replaced this one, which saves no further checkpoint."""
+    """This process belongs to an earlier start of a run that has been started again; only the latest start may save
+    checkpoints."""
 
 
 class BudgetExceeded(ParallaxError):
@@ -124,7 +125,7 @@ class BudgetExceeded(ParallaxError):
 
 
 class SwapError(ParallaxError):
-    """A tier failed to write or to read. Training never continues with stale data after it."""
+    """An offload tier failed to write or to read. The run ends instead of training with stale data."""
 
     may_pass = True
 
@@ -142,7 +143,7 @@ class AbsentError(TransportError):
 
 
 class CallbackError(ParallaxError):
-    """A callback of the user raised an exception, the cause of this one."""
+    """A user's callback raised an exception, which is the ``__cause__`` of this one."""
 
     traced = True
 
@@ -152,7 +153,7 @@ class CallbackError(ParallaxError):
 
 
 class DeadlockError(ParallaxError):
-    """A set of action lists can never finish."""
+    """A plan's action lists wait for each other in a cycle, so they can never finish."""
 
 
 class NonFiniteError(ParallaxError):

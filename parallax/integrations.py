@@ -1,6 +1,6 @@
 """Callbacks that apply ``parallax.swap`` inside the training loops of other libraries.
 
-A library is imported only when its callback is requested, so it need not be installed.
+Each library is imported only when its callback is requested.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from parallax.swap.lms.scope import Swapping, swap
 
 
 class Training:
-    """Opens a swap scope for each training. ``swapping``: the last scope, which makes the report."""
+    """Opens a swap scope when a trainer starts, and closes it when the trainer ends. ``swapping``: the latest scope,
+    whose ``report()`` describes the training."""
 
     def __init__(self, limit: int | str, options: dict[str, Any]) -> None:
         self._limit, self._options = limit, options
         self.swapping: Swapping | None = None
 
     def begin(self, model: nn.Module, optimizers: Any) -> None:
-        """Enter the scope. An earlier training that failed without a callback is ended first."""
+        """Enter a new scope. The scope of an earlier training that failed without a callback is closed first."""
         self.end()
         # Other objects in the list (a placeholder, None in an evaluation) have no states to offload.
         given = [optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer)]
@@ -37,9 +38,9 @@ class Training:
 def transformers_callback(limit: int | str = AUTO, **options: Any) -> Any:
     """Return a ``transformers.TrainerCallback``: ``Trainer(…, callbacks=[transformers_callback("8GiB")])``.
 
-    ``limit`` and ``options`` are those of :func:`parallax.swap`; the optimizer is the trainer's own. The report is
-    ``callback.training.swapping.report()``. The trainer calls no callback after an exception: if you catch one, call
-    ``callback.training.end()``, or train again.
+    ``limit`` and ``options`` are passed to :func:`parallax.swap`, together with the trainer's optimizer.
+    ``callback.training.swapping.report()`` returns a text about the bytes moved, the time lost and the reasons. The
+    trainer calls no callback after an exception: if you catch one, call ``callback.training.end()``, or train again.
     """
     base: Any = import_module("transformers").TrainerCallback
 
@@ -50,11 +51,11 @@ def transformers_callback(limit: int | str = AUTO, **options: Any) -> Any:
             self.training = Training(limit, options)
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-            """Enter the scope: parameters and optimizer are on their device now."""
+            """Enter the scope; the trainer has already moved parameters and optimizer to the device."""
             self.training.begin(kwargs["model"], [kwargs.get("optimizer")])
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-            """Leave the scope: the optimizer has its states on the device again."""
+            """Leave the scope, which moves the optimizer states back to the device."""
             self.training.end()
 
     return TransformersSwapCallback()
@@ -63,8 +64,8 @@ def transformers_callback(limit: int | str = AUTO, **options: Any) -> Any:
 def lightning_callback(limit: int | str = AUTO, **options: Any) -> Any:
     """Return a ``lightning.pytorch.Callback``: ``Trainer(…, callbacks=[lightning_callback("8GiB")])``.
 
-    ``limit`` and ``options`` are those of :func:`parallax.swap`; the optimizers are the trainer's. The report is
-    ``callback.training.swapping.report()``.
+    ``limit`` and ``options`` are passed to :func:`parallax.swap`, together with the trainer's optimizers.
+    ``callback.training.swapping.report()`` returns a text about the bytes moved, the time lost and the reasons.
     """
     base: Any = import_module("lightning.pytorch").Callback
 
@@ -75,11 +76,11 @@ def lightning_callback(limit: int | str = AUTO, **options: Any) -> Any:
             self.training = Training(limit, options)
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            """Enter the scope: parameters and optimizers are on their device now."""
+            """Enter the scope; the trainer has already moved parameters and optimizers to the device."""
             self.training.begin(pl_module, trainer.optimizers)
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-            """Leave the scope: the optimizers have their states on the device again."""
+            """Leave the scope, which moves the optimizer states back to the device."""
             self.training.end()
 
         def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002

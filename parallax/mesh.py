@@ -22,8 +22,8 @@ from parallax.plan.plan import Coordinate, Plan
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A route for messages from rank ``sender`` to rank ``receiver`` along ``edge``. ``backward``: it carries
-    gradients, otherwise activations."""
+    """The direction from rank ``sender`` to rank ``receiver`` for messages between the two stages of ``edge``.
+    ``backward``: the messages are gradients; otherwise they are activations."""
 
     sender: int
     receiver: int
@@ -33,19 +33,21 @@ class Route:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's coordinate in the plan, and its process groups.
+    """This rank's coordinate in the plan, and its process groups. A group that the plan does not need is None.
 
-    ``replicas``: the replicas of the rank's stage; None for one replica. ``updates``: the same ranks over gloo, over
-    which weights with offloaded states are broadcast, concurrently with other collectives; None if there are none.
-    ``statistics``: the same ranks, for collectives in block order while gradients are reduced in order of completion.
-    ``shared``: for each parameter that several stages hold, its name → the group of all ranks that hold it. ``world``:
-    None in a plan of one rank. ``nodes``: the nodes of all ranks.
+    ``replicas``: the replicas of this rank's stage. ``updates``: the same ranks over gloo, which broadcasts the weights
+    whose optimizer states are offloaded, concurrently with other collectives. ``statistics``: the same ranks, for
+    collectives in block order while gradients are reduced in order of completion. ``streamed``: the same ranks, for the
+    gradients of offloaded parameters. ``shared``: the name of each parameter that several stages hold → the group of
+    all ranks that hold the parameter. ``nodes``: the nodes of all ranks.
 
-    Stages exchange messages in ``forth`` and ``back``, two gloo groups of all ranks, where tags tell messages apart.
-    Between ranks with a GPU each, ``routes`` holds an NCCL group for each route instead: NCCL matches messages by order
-    alone, and a send may block later operations of its group. Gradients and activations have separate groups in both:
-    the two ends of an edge send to each other at the same time in 1F1B, and on one gloo connection each send holds the
-    lock on which gloo's thread spins to deliver the other's message.
+    ``forth`` and ``back`` are two gloo groups of all ranks, for activations and for gradients; tags tell their messages
+    apart. Two ranks with a GPU each use the NCCL groups in ``routes`` instead, one for each direction of each edge,
+    because NCCL matches messages by order alone, and a send may block later operations of its group.
+
+    Activations and gradients need separate groups because in 1F1B the two ends of an edge send to each other at the
+    same time. On a single gloo connection, each send would hold the lock that gloo's thread needs to deliver the
+    other's message.
     """
 
     plan: Plan
@@ -115,14 +117,15 @@ class Mesh:
         return route in self.routes
 
     def channel(self, route: Route) -> tuple[dist.ProcessGroup | None, int, int]:
-        """Return the group for messages along ``route``, the peer's rank in the group, and the messages' tag."""
+        """Return the group for messages along ``route``, the rank of the peer in that group, and the tag of the
+        messages."""
         if self.direct(route):
             group = self.routes[route]
             return group, dist.get_group_rank(group, self._other(route)), _tag(self.plan, route)
         return self.host_channel(route)
 
     def host_channel(self, route: Route) -> tuple[dist.ProcessGroup | None, int, int]:
-        """Return group, peer and tag, as :meth:`channel` does, for messages in host buffers."""
+        """Return group, peer and tag as :meth:`channel` does, but for messages in host memory."""
         group = self.back if route.backward else self.forth
         return group, self._other(route), _tag(self.plan, route)
 
@@ -130,7 +133,7 @@ class Mesh:
         return route.receiver if self.rank == route.sender else route.sender
 
     def close(self) -> None:
-        """Destroy the groups of the plan, but not torch's world."""
+        """Destroy the plan's process groups; torch's default group remains."""
         made = [
             self.replicas,
             self.updates,
@@ -178,7 +181,8 @@ class Mesh:
             dist.barrier(group=self.world)
 
     def gather_columns(self, mine: Mapping[str, float]) -> dict[str, list[float]]:
-        """Return name → values on all ranks, for the named numbers of this rank. All ranks pass the same names."""
+        """Return name → values on all ranks, in rank order. ``mine``: this rank's numbers by name, with the same names
+        on every rank."""
         table = torch.zeros(self.plan.world_size, len(mine), dtype=torch.float64)
         table[self.rank] = torch.tensor(list(mine.values()), dtype=torch.float64)
         return dict(zip(mine, self.sum(table).T.tolist()))
@@ -193,9 +197,9 @@ class Mesh:
 def _replica_groups(
     plan: Plan, pipeline_rank: int, devices: RankDevices
 ) -> tuple[dist.ProcessGroup | None, ...]:
-    """Return the process groups of the replicas of ``pipeline_rank``: for gradients, for offloaded optimizer states,
-    for statistics, and for gradients of offloaded parameters; None if not needed. Every rank creates the groups of all
-    pipeline ranks."""
+    """Return four process groups of the replicas of ``pipeline_rank``: for gradients, for offloaded optimizer states,
+    for statistics, and for gradients of offloaded parameters. A group that the plan does not need is None. Every rank
+    creates the groups of all pipeline ranks, because torch requires it."""
     made: list[tuple[dist.ProcessGroup | None, ...]] = []
     for index, planned in enumerate(plan.stages[: plan.pipeline_ranks]):
         ranks = list(plan.ranks(index))
@@ -212,8 +216,8 @@ def _replica_groups(
 
 @dataclass(frozen=True, slots=True)
 class RankDevices:
-    """The device of each rank; all are of one kind. A device is identified uniquely among all hosts, because ranks may
-    see different devices or number them differently."""
+    """The devices of all ranks, which are of one ``kind``. ``identities`` are unique across hosts, unlike device
+    indices: ranks may see different devices, or number the same devices differently."""
 
     kind: str
     identities: tuple[str | None, ...]
@@ -236,16 +240,16 @@ class RankDevices:
         return cls(device.type, identities)
 
     def direct(self, ranks: Sequence[int]) -> str:
-        """Return the backend for tensors between the devices of ``ranks``, if each has a device of its own; otherwise
-        ''."""
+        """Return the backend that moves tensors between the devices of ``ranks``; "" if they are CPUs or share a
+        device."""
         found = {self.identities[rank] for rank in ranks}
         if self.kind == "cpu" or None in found or len(ranks) == 1 or len(found) < len(ranks):
             return ""
         return accelerator_named(self.kind).backend
 
     def reducing(self, ranks: Sequence[int]) -> str:
-        """Return the backend with which ``ranks``, replicas or stages with a shared parameter, all-reduce tensors on
-        their devices."""
+        """Return the backend with which ``ranks`` all-reduce tensors on their devices. The ranks are replicas, or hold
+        a shared parameter."""
         if self.kind == "cpu":
             return "gloo"
         backend = self.direct(ranks) or accelerator_named(self.kind).shared_backend
@@ -260,9 +264,9 @@ class RankDevices:
 def _connect(
     plan: Plan, routes: Mapping[Route, dist.ProcessGroup], rank: int, device: torch.device
 ) -> None:
-    """Connect both ends of each route; every rank connects its routes in the same order. Without this, NCCL connects
-    two ranks at their first send and receive, and blocks both hosts until then. Ranks begin the first step with
-    messages of different routes, so all would wait for each other."""
+    """Connect both ends of each route; every rank connects its routes in the same order. Otherwise NCCL would connect
+    two ranks at their first send and receive, and block both hosts until then. Ranks begin the first step with messages
+    of different routes, so they would wait for each other forever."""
     for route, group in routes.items():
         if rank in (route.sender, route.receiver):
             one, tag = torch.zeros(1, dtype=torch.uint8, device=device), _tag(plan, route)
@@ -274,17 +278,18 @@ def _connect(
 
 
 def _tag(plan: Plan, route: Route) -> int:
-    """Return the tag that tells messages of one edge from those of another between the same two ranks."""
+    """Return a tag that tells the messages of one edge from those of another edge between the same two ranks."""
     return plan.edges().index(route.edge)
 
 
 def _group(ranks: list[int], backend: str) -> dist.ProcessGroup:
-    """Return a new process group with the timeout of torch's world instead of torch's default."""
+    """Return a new process group with the timeout of torch's default group, in place of torch's default timeout."""
     return dist.new_group(ranks, backend=backend, timeout=TIMEOUT)
 
 
 def routes_of(plan: Plan) -> Iterator[Route]:
-    """Yield every route between ranks that may share rows. Local edges have none."""
+    """Yield the routes of all edges between ranks, in both directions. An edge between two stages on one rank has
+    none."""
     for edge in plan.edges():
         if plan.is_local(edge):
             continue

@@ -1,6 +1,6 @@
-"""``parallax calibrate``: correct the profile that a run was planned with by its measured times.
+"""``parallax calibrate``: correct the profile with which a run was planned, by the run's measured times.
 
-The corrected profile is written into the run's directory and into the profiler's cache, so the next plan of the same
+The corrected profile is written into the run directory and into the cache of profiles, so the next plan of the same
 model on this machine uses it.
 """
 

@@ -96,8 +96,8 @@ def run(parsed: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Column:
-    """A tensor of a row. ``shape``: of one row. ``step_bytes``: of a global batch. ``low`` and ``high``: the smallest
-    and largest values of a few rows; None if no value is finite."""
+    """One of the tensors of a row. ``shape``: its shape in one row. ``step_bytes``: its bytes in a global batch.
+    ``low`` and ``high``: the smallest and the largest value in a few rows; None if no value is finite."""
 
     name: str
     dtype: str
@@ -110,8 +110,8 @@ class Column:
 
 @dataclass(frozen=True)
 class Lengths:
-    """The numbers of targets per row that the loss does not ignore, as a histogram over ``rows`` rows. ``counts``: the
-    number of rows in each of equal ranges from ``low`` to ``high``."""
+    """A histogram of the number of targets per row that the loss does not ignore, over ``rows`` rows. ``counts``: the
+    number of rows in each of several equal ranges from ``low`` to ``high``."""
 
     rows: int
     low: int
@@ -122,7 +122,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Reading:
-    """Rows per second in one process, in total and for each part of reading."""
+    """The speed of reading in one process: rows per second in total, and for each part of reading."""
 
     rows: int
     rows_per_second: float
@@ -149,7 +149,7 @@ class Overview:
 
 
 def _overview(config: RunConfig, source: Any, work: LongWork) -> Overview:
-    """Return the figures to show about the rows of ``source``."""
+    """Return the figures that the command shows about the rows of ``source``."""
     wanted, remarks = config.trainer.global_batch, list(getattr(source, "remarks", []))
     try:
         config.data.check_size(source, config.model, wanted)
@@ -195,8 +195,8 @@ def _sample(source: Any, rows: int) -> Rows:
 
 
 def _tensors(config: RunConfig, batch: Rows) -> dict[str, Tensor]:
-    """Return the inputs and targets of ``batch`` by name, as a run converts them. Tensors whose first dimension is not
-    the rows are left out."""
+    """Return name → tensor for the inputs and targets of ``batch``, as a run converts them. Tensors whose first
+    dimension is not the rows are left out."""
     rows, dtype = len(batch), config.precision.parameter_dtype
     parts = {INPUTS: batch.inputs(0, rows), TARGETS: batch.targets(0, rows)}
     found = {}
@@ -223,7 +223,7 @@ def _column(name: str, values: Tensor, rows: int) -> Column:
 
 
 def _decoder(config: Any) -> Decode | None:
-    """Return a function that decodes the tokens of ``config`` to text; None if its rows are not known to be text."""
+    """Return a function that decodes the tokens of ``config`` to text; None if rows are not known to be text."""
     if not hasattr(config, "tokenizer"):
         return None
     if not config.tokenizer:
@@ -236,7 +236,7 @@ def _decoder(config: Any) -> Decode | None:
 
 @dataclass(frozen=True)
 class Shown:
-    """Converts the values of a row to text: tokens with ``decode``, labels to their names in ``classes``, others to
+    """Converts the values of a row to text: tokens by ``decode``, labels to their names in ``classes``, and others to
     their first values."""
 
     decode: Decode | None
@@ -298,8 +298,8 @@ def _read(config: RunConfig, source: Any, rows: int | None, work: LongWork) -> R
 
 
 def _counted(values: Any) -> list[int]:
-    """Return, for each row, how many labels are not ignored. The labels are the first two-dimensional integer tensor
-    that has no name or is named labels; without such a tensor the list is empty."""
+    """Return for each row how many labels are not ignored. The labels are the first two-dimensional integer tensor in
+    ``values`` that is called labels or has no name. Without such a tensor the list is empty."""
     for path, each in leaves(values):
         plain = torch.as_tensor(each) if isinstance(each, Tensor | np.ndarray) else None
         named = not path or "labels" in path
@@ -311,7 +311,7 @@ def _counted(values: Any) -> list[int]:
 
 
 def _lengths(counted: list[int]) -> Lengths | None:
-    """Return a summary, None if all rows have the same number."""
+    """Return a histogram of ``counted``; None if all rows have the same number."""
     if len(set(counted)) < 2:
         return None
     counts, _ = np.histogram(counted, bins=_BARS)
@@ -394,7 +394,7 @@ def _reading_lines(found: Overview) -> Iterator[str]:
 
 
 def _images(config: RunConfig, source: Any) -> Tensor:
-    """Return the first images of ``source``. Raises :class:`ConfigError` if its inputs are not images."""
+    """Return the first images of ``source``. Raises :class:`ConfigError` if the inputs are not images."""
     rows = len(source) if hasattr(source, "__len__") else _SHEET_ROWS
     values = _tensors(config, _sample(source, min(_SHEET_ROWS, rows)))
     named = {name: each for name, each in values.items() if name.startswith(INPUTS)}
@@ -408,7 +408,7 @@ def _images(config: RunConfig, source: Any) -> Tensor:
 
 
 def _write_sheet(images: Tensor, path: Path) -> None:
-    """Write ``images`` in a grid. Each is scaled so that its values fill the range from black to white."""
+    """Write ``images`` in a grid to ``path``. The values of each image are scaled to the range from black to white."""
     from PIL import Image
 
     columns = min(_SHEET_COLUMNS, len(images))

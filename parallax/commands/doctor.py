@@ -1,4 +1,4 @@
-"""``parallax doctor``: the devices, memory and links of this machine, and known problems of it."""
+"""``parallax doctor``: show the devices, memory and links of this machine, and its known problems."""
 
 from __future__ import annotations
 

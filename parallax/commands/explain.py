@@ -1,4 +1,4 @@
-"""``parallax explain``: the reasons for a plan, its bytes and seconds by term, and the swap statistics of a run."""
+"""``parallax explain``: the reasons for a plan, its bytes and seconds by category, and the swap statistics of a run."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _profile_of(path: Path) -> ModelProfile | None:
-    """Return the profile that the plan at ``path`` was made from, stored beside it; None if there is none."""
+    """Return the profile from which the plan at ``path`` was made; None if it is not stored beside the plan."""
     beside = inputs_path(path)
     return Inputs.load(beside).profile if beside.is_file() else None
 
@@ -111,7 +111,8 @@ def _damaged(path: Path, error: Exception) -> ConfigError:
 
 
 def _swapped(directory: Path) -> tuple[list[Any], str]:
-    """Return the ranks in a run's summary whose stage swapped; if there are none, an empty list and the reason."""
+    """Return the entries of ranks whose stage swapped, from a run's summary. If there are none, return an empty list
+    and the reason."""
     path = directory / "summary.json"
     if not path.is_file():
         return [], f"there is no {path}, which a run writes at its end"

@@ -32,7 +32,7 @@ EXAMPLES = """examples:
 
 @dataclass(frozen=True)
 class JobSize:
-    """The size of a job: ``nodes``, each with the same numbers of ranks and devices."""
+    """The size of a job: the number of nodes, and the numbers of ranks and devices of each node."""
 
     nodes: int
     processes: int
@@ -117,8 +117,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def job_size(parsed: argparse.Namespace, config: RunConfig) -> JobSize:
-    """Return the size given on the command line. Without one, return the size that the plan for a catalog cluster
-    needs."""
+    """Return the size given on the command line; without one, the size that the plan for a catalog cluster needs."""
     nodes, gpus, processes = (
         count_of(f"--{key.replace('_', '-')}", getattr(parsed, key))
         for key in ("nodes", "gpus_per_node", "processes_per_node")
@@ -157,7 +156,7 @@ def count_of(option: str, value: int | None) -> int | None:
 
 
 def _points(axes: Sequence[Sequence[tuple[str, str]]]) -> list[list[str]]:
-    """Return the settings of each task of a job array; empty if the job is not an array. All tasks use the same
+    """Return the settings of each task of a job array; an empty list if the job is not an array. All tasks use the same
     nodes."""
     for key, _ in (pair for axis in axes for pair in axis[:1]):
         if key in ("cluster", "cluster.nodes", "cluster.devices", "name"):
@@ -186,8 +185,8 @@ def _unnamed(overrides: Sequence[str]) -> list[str]:
 
 
 def _trained(overrides: Sequence[str], config: RunConfig) -> list[str]:
-    """Return the settings for the ranks. They omit the catalog cluster, because ranks find their devices, but keep its
-    memory budget."""
+    """Return the settings for the ranks. They omit the catalog cluster, because ranks find their own devices, but keep
+    the cluster's memory budget."""
     others = _unnamed(overrides)
     if not isinstance(config.cluster, CatalogClusterConfig):
         return others

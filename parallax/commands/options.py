@@ -1,4 +1,4 @@
-"""Code that several commands share: options, paths of plans, printed and written results."""
+"""Code that several commands share: options, paths of plans, and printed and written results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HOUR = 3600.0
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Add the settings, given as ``key=value``."""
+    """Add the positional arguments for settings, ``key=value``."""
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -46,12 +46,12 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def with_options_of(folder: str, overrides: Sequence[str]) -> list[str]:
-    """Return ``overrides`` with one more: it adds ``folder``, which holds option files, to Hydra's search path."""
+    """Return ``overrides`` with one more, which adds ``folder``, a folder of option files, to Hydra's search path."""
     return [searchpath(folder_of_options("--config-dir", folder)), *overrides]
 
 
 def add_class_paths(parser: argparse.ArgumentParser) -> None:
-    """Add the option for class paths that are named in files and may be imported."""
+    """Add the option for class paths that a file may contain and that may be imported."""
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -62,7 +62,7 @@ def add_class_paths(parser: argparse.ArgumentParser) -> None:
 
 
 def class_paths_of(parsed: argparse.Namespace) -> dict[str, str]:
-    """Return the class paths on the command line, by key."""
+    """Return key → class path for the class paths on the command line."""
     named: dict[str, str] = {}
     for word in parsed.overrides:
         key, _, value = word.partition("=")
@@ -76,8 +76,8 @@ def class_paths_of(parsed: argparse.Namespace) -> dict[str, str]:
 
 
 def trusting(class_paths: Mapping[str, str]) -> Callable[[Path, Mapping[str, str]], None]:
-    """Return a check of the class paths in a stored configuration (:mod:`parallax.common.trust`). ``class_paths``:
-    those on this command line; the file must contain each of them."""
+    """Return a function that checks the class paths in a stored configuration (:mod:`parallax.common.trust`).
+    ``class_paths``: those on this command line, each of which the file must contain."""
 
     def check(file: Path, found: Mapping[str, str]) -> None:
         for key, typed in class_paths.items():
@@ -93,8 +93,8 @@ def trusting(class_paths: Mapping[str, str]) -> Callable[[Path, Mapping[str, str
 
 
 def with_schedule(plan: Plan, file: Path, class_paths: dict[str, str]) -> Plan:
-    """Return the plan with its schedule. A schedule that is a user's function is imported if its class path is on the
-    command line (:mod:`parallax.common.trust`)."""
+    """Return ``plan``, read from ``file``, with its schedule. If the schedule is a user's function, it is imported only
+    if its class path is on the command line (:mod:`parallax.common.trust`)."""
     key, typed, name = "plan.schedule", class_paths.get("plan.schedule", ""), plan.schedule.name
     if name in SCHEDULES or ":" in name:
         if typed not in ("", name):
@@ -120,7 +120,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_checkpoint(parser: argparse.ArgumentParser, weights: Sequence[str] = ()) -> None:
-    """Add the options that choose a checkpoint of a run, and a choice of its ``weights``."""
+    """Add the options that choose a checkpoint of a run and, if ``weights`` are given, which of its weights to use."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--best",
@@ -147,19 +147,20 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def console_of(parsed: argparse.Namespace) -> Console:
-    """Return the console for text that people read: stderr if stdout is used for JSON. Tables in files may be wide."""
+    """Return the console for text that people read. It is stderr if stdout is used for JSON. If the output is a file,
+    tables may be wide."""
     return safe_console(stderr=parsed.json)
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Add the positional argument of a run; the newest without it."""
+    """Add the positional argument for a run; by default the newest run."""
     parser.add_argument(
         "run", nargs="?", metavar="RUN", help="the name or directory of a run (default: the newest)"
     )
 
 
 def run_directory(named: str | None) -> Path:
-    """Return the directory of the run ``named`` by its name or directory, or of the newest run."""
+    """Return the directory of a run, which is ``named`` by its name or directory; without a name, of the newest run."""
     if named is None:
         if (newest := newest_run(RUNS)) is None:
             raise ConfigError(f"there is no run in {RUNS}/: name one, or start one in this folder")
@@ -179,12 +180,12 @@ def print_json(data: Any) -> None:
 
 
 def price_per_hour(cluster: Cluster) -> float:
-    """Return the price per hour of all devices; 0 without prices."""
+    """Return the price per hour of all devices; 0 if prices are unknown."""
     return sum(device.price_per_hour for device in cluster.devices)
 
 
 def plan_file(path: Path) -> Path:
-    """Return the plan file that ``path`` refers to: a plan file, a run's directory or a run's name."""
+    """Return the plan file for ``path``, which is a plan file, a run directory or the name of a run."""
     try:
         if path.is_dir():
             return path / "plan.yaml"
@@ -204,8 +205,7 @@ def read_plan(path: Path, class_paths: dict[str, str]) -> tuple[Plan, Inputs]:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Raise :class:`ConfigError` if ``path`` cannot be written; call it before the work whose result is written
-    there."""
+    """Raise :class:`ConfigError` if ``path`` cannot be written. Call it before work whose result is written there."""
     if path.is_dir() or not path.parent.is_dir():
         reason = (
             "it is a folder" if path.is_dir() else f"{printable(str(path.parent))} is no folder"
@@ -215,7 +215,7 @@ def check_writable(option: str, path: Path) -> None:
 
 @contextmanager
 def writing(option: str, path: Path) -> Iterator[Path]:
-    """Yield ``path``; an OSError while writing it becomes a :class:`ConfigError` that names the option."""
+    """Yield ``path`` for writing. An OSError in the context becomes a :class:`ConfigError` that names ``option``."""
     check_writable(option, path)
     try:
         yield path

@@ -1,4 +1,4 @@
-"""``parallax simulate``: run a plan's action lists on predicted costs and show the timeline of every rank."""
+"""``parallax simulate``: run a plan's lists of actions with predicted costs, and show the timeline of every rank."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _spans(forecast: Forecast, plan: Plan) -> list[Span]:
-    """Return the span of every action. Raises :class:`PlanError` for a plan that is too large to simulate action by
-    action."""
+    """Return the span (start and end) of every action. Raises :class:`PlanError` for a plan that is too large to
+    simulate action by action."""
     if not forecast.spans:
         raise PlanError(
             f"{plan.world_size} ranks with {plan.micro_batches(plan.global_batch)} micro-batches are timed without "
@@ -94,8 +94,8 @@ def _spans(forecast: Forecast, plan: Plan) -> list[Span]:
 def simulation_table(
     plan: Plan, ranks: Sequence[RankPrediction], stages: Sequence[StagePrediction]
 ) -> Table:
-    """Return a table with a row for each rank: its memory, and its seconds by term. Of the replicas of a pipeline rank,
-    only the one with the most memory has predicted seconds; every replica's row shows these."""
+    """Return a table with a row for each rank: its memory, and its seconds by category. Seconds are predicted only for
+    the replica with the most memory of each pipeline rank, and shown in the rows of all its replicas."""
     terms = list(dict.fromkeys(term for stage in stages for term in stage.seconds))
     shown = [term for term in terms if any(stage.seconds.get(term) for stage in stages)]
     table = Table(

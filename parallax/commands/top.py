@@ -56,7 +56,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _watch(directory: Path, console: Console) -> None:
-    """Show the run until the key q."""
+    """Show the run until the user presses q."""
     sort = "rank"
     with _keys(), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:

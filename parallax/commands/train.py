@@ -1,4 +1,4 @@
-"""``parallax train``: plan, start the processes and train; under torchrun, be one rank."""
+"""``parallax train``: plan, start the ranks and train; under torchrun, be one of the ranks."""
 
 from __future__ import annotations
 
@@ -115,7 +115,8 @@ def _sweep(parsed: argparse.Namespace) -> int:
 
 
 def _trusts(parsed: argparse.Namespace) -> Trusts:
-    """Return a check of the class paths in a prepared directory, whose settings the command line cannot change."""
+    """Return a function that checks the class paths in a prepared directory. The command line cannot change the
+    settings there."""
     if parsed.run_dir is None:
         return trusting({})
     for word in parsed.overrides:

@@ -1,10 +1,9 @@
-"""Read plain data strictly from files that others may have written.
+"""Read plain data (JSON, YAML, text) from files that may be damaged or malicious, and change such data by path.
 
-A plan, a profile, a manifest or a stored configuration may be damaged or malicious: an endless file, a pipe that
-no process writes to, aliases that expand a hundredfold, a number of a million digits. So files are read up to the
-size limit of their kind, values are counted before they are parsed, only plain data is parsed, and no data is
-dropped silently. Invalid JSON raises OSError or ValueError, which each reader turns into a message of one line.
-The last functions change such data by path.
+A plan, a profile, a manifest or a stored configuration may come from another person: an endless file, a pipe that no
+process writes to, YAML aliases that expand a hundredfold, a number of a million digits. So each kind of file has a size
+limit, the number of values is checked before parsing, and only plain data is parsed. Invalid files raise OSError or
+ValueError, which each reader turns into a message of one line.
 """
 
 from __future__ import annotations
@@ -34,7 +33,10 @@ MOST_EVENTS = 2**19  # YAML events of such a file; a microsecond and a hundred b
 
 
 def read_bytes(path: Path, most_bytes: int) -> bytes:
-    """Return the content of a regular file. Raises ValueError for other files, and for more than ``most_bytes``."""
+    """Return the content of a regular file.
+
+    Raises ValueError if ``path`` is not a regular file or holds more than ``most_bytes``.
+    """
     with os.fdopen(_open(path), "rb") as file:
         found = file.read(most_bytes + 1)
     if len(found) > most_bytes:
@@ -64,7 +66,10 @@ def read_json(path: Path, most_bytes: int, *, largest: float = math.inf) -> Any:
 
 
 def plain_json(text: str, *, largest: float = math.inf) -> Any:
-    """Return JSON as data with finite numbers up to ``largest``. Raises ValueError for anything else."""
+    """Return the data of a JSON text.
+
+    Raises ValueError for invalid JSON, for NaN or infinity, and for numbers above ``largest``.
+    """
     return _loaded(
         text,
         parse_float=partial(_finite, largest),
@@ -74,7 +79,7 @@ def plain_json(text: str, *, largest: float = math.inf) -> Any:
 
 
 def any_json(text: str) -> Any:
-    """Return JSON as data, including NaN and infinity, which users' own states may contain."""
+    """Return the data of a JSON text. NaN and infinity are accepted, because users' own states may contain them."""
     return _loaded(text, parse_int=partial(_whole, math.inf))
 
 
@@ -118,7 +123,9 @@ def _refused(name: str) -> NoReturn:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader of plain data. It rejects duplicate keys, because one of their values would be lost."""
+    """A YAML loader that accepts plain data only and rejects duplicate
+    keys, because one of the two values would be lost.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         found = super().construct_mapping(node, deep=deep)
@@ -149,8 +156,10 @@ def plain_yaml(text: str) -> Any:
 
 
 def check_flat(text: str, loader: Any) -> None:
-    """Raise :class:`yaml.YAMLError` for YAML that a loader written in C may not survive: nested deeper than any file
-    of Parallax, with more values, or with aliases, which Parallax never writes."""
+    """Raise :class:`yaml.YAMLError` for YAML that could crash a loader written in C.
+
+    Rejected are nesting deeper than in any file of Parallax, too many values, and aliases, which Parallax never writes.
+    """
     depth = 0
     for count, event in enumerate(yaml.parse(text, Loader=loader)):
         if count > MOST_EVENTS:
@@ -180,9 +189,12 @@ def _size(tree: Any, known: dict[int, int]) -> int:
 def take_options(
     tree: dict[str, Any], groups: list[str], plain: dict[str, Any], fresh: dict[str, Any]
 ) -> None:
-    """Apply options to ``tree``. ``plain``: the configuration without the options. ``fresh``: the configuration with
-    them. The groups in ``groups``, and groups whose kind changes, are replaced as a whole. In all other groups, only
-    the values that differ between ``plain`` and ``fresh`` are set."""
+    """Apply command-line options to the configuration ``tree``.
+
+    ``plain`` is the configuration without the options, and ``fresh`` the configuration with them. A group is replaced
+    as a whole if it is listed in ``groups`` or if its kind changes. In all other groups, only the values that differ
+    between ``plain`` and ``fresh`` are set.
+    """
     for group, value in fresh.items():
         if group in groups or _kind(value) != _kind(plain[group]):
             tree[group] = value
@@ -193,8 +205,7 @@ def take_options(
 
 
 def take_keys(tree: dict[str, Any], keys: list[str], merged: dict[str, Any]) -> None:
-    """Set ``keys``, which are dotted, of ``tree`` to their values in ``merged``. A key inside a list sets the whole
-    list."""
+    """Copy the values of the dotted ``keys`` from ``merged`` to ``tree``. A key inside a list copies the whole list."""
     for key in keys:
         place: tuple[str, ...] = ()
         node: Any = merged
@@ -205,7 +216,7 @@ def take_keys(tree: dict[str, Any], keys: list[str], merged: dict[str, Any]) -> 
 
 
 def leaf_values(tree: dict[str, Any], prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
-    """Return path → value for every value in ``tree`` that is not a dictionary."""
+    """Return {path: value} for every value in ``tree`` that is not a dictionary."""
     found: dict[tuple[str, ...], Any] = {}
     for key, value in tree.items():
         path = (*prefix, str(key))
@@ -214,7 +225,7 @@ def leaf_values(tree: dict[str, Any], prefix: tuple[str, ...] = ()) -> dict[tupl
 
 
 def leaves(tree: dict[str, Any]) -> dict[str, str]:
-    """Return dotted key → value as one line, for every value in ``tree``."""
+    """Return {dotted key: value as one line of text} for every value in ``tree``."""
     return {".".join(path): printable(shown(value)) for path, value in leaf_values(tree).items()}
 
 

@@ -1,7 +1,7 @@
-"""Spans of actions as lines of JSON: every layer writes them, and the monitor reads them.
+"""Record the actions of a run as spans, one line of JSON each; the monitor reads them.
 
-A span is one action of one rank: its kind, step, stage and micro-batch, its start and end on this host's
-monotonic clock, and the seconds of it that the rank waited. The planner's simulator produces the same record from
+A span describes one action of one rank: its kind, step, stage and micro-batch, its start and end on this host's
+monotonic clock, and the seconds that the rank waited during it. The planner's simulator produces the same record from
 predicted costs, so prediction and measurement are compared field by field.
 """
 
@@ -24,8 +24,11 @@ COMPUTES = ("forward", "backward", "backward_weight")  # kinds of spans that com
 
 
 class Span(NamedTuple):
-    """One action of one rank. Times in seconds; ``wait`` is the part of the span spent blocked, and ``read`` the part
-    of the wait in which the rank read rows."""
+    """One action of one rank, with times in seconds.
+
+    ``wait`` is the part of the span in which the rank was blocked. ``read`` is the part of ``wait`` in which it read
+    rows.
+    """
 
     rank: int
     step: int
@@ -51,7 +54,7 @@ class EventLog:
         self._pending.extend(spans)
 
     def flush(self) -> None:
-        """Write the collected spans and clear them, even if writing fails."""
+        """Write the collected spans to the file, and discard them. They are also discarded if writing fails."""
         spans, self._pending = self._pending, []
         if spans:
             self._file.append("".join(json.dumps(span._asdict()) + "\n" for span in spans).encode())
@@ -72,8 +75,10 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[Span]:
-    """Yield the spans of a file in order; a last line truncated by a crash is skipped. Raises :class:`ConfigError`
-    for invalid lines."""
+    """Yield the spans of a file in order, without a last line that a crash has truncated.
+
+    Raises :class:`ConfigError` for invalid lines.
+    """
     read = 0
     try:
         for line in read_lines(path):
@@ -87,7 +92,7 @@ def read_events(path: Path) -> Iterator[Span]:
 
 
 def span_of(data: Any) -> Span:
-    """Return the span of a parsed line. Raises ValueError or TypeError for invalid values."""
+    """Return the span described by a parsed line of JSON. Raises ValueError or TypeError for invalid values."""
     span = Span(**data)
     whole, timed = (span.rank, span.step, span.stage, span.micro), span[5:]
     good = all(type(value) is int for value in whole) and all(
@@ -104,12 +109,14 @@ def span_of(data: Any) -> Span:
 
 
 def busy_seconds(spans: Iterable[Span]) -> float:
-    """Return the seconds that these actions spent computing, without waits for swapped data and for rows."""
+    """Return the seconds that these actions spent computing: their
+    duration without waits for swapped data and for rows.
+    """
     return sum(s.end - s.start - s.wait for s in spans if s.kind in COMPUTES)
 
 
 def busy_by_rank(spans: Iterable[Span]) -> dict[int, float]:
-    """Return the seconds that each rank computed in a step, without waits; the median over the steps."""
+    """Return the compute seconds per step of each rank, without waits: the median over the steps."""
     found: defaultdict[int, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
     for span in spans:
         if span.kind in COMPUTES:

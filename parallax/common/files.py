@@ -1,4 +1,4 @@
-"""Atomic replacement of files and folders, cache and temporary folders."""
+"""Replace files and folders atomically, and find the cache folder and temporary folders."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _UNFINISHED = "unfinished-"
 def cache_directory() -> Path:
     """Return the folder for cached data: ``$XDG_CACHE_HOME/parallax`` or ``~/.cache/parallax``.
 
-    If the home directory cannot be written, it is a private folder in the temporary directory. A warning is
-    logged once, and this process and its children keep other libraries' caches there, too.
+    If the home directory is not writable, the cache is a private folder in the temporary directory. A warning is then
+    logged once, and other libraries in this process and its children use that folder for their caches, too.
     """
     if named := os.environ.get("XDG_CACHE_HOME"):
         return Path(named) / "parallax"
@@ -65,8 +65,10 @@ def _own_temporary() -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that replaces ``path`` atomically at the end of the block: temporary file, fsync, rename.
-    Temporary files of killed processes are removed by the next call."""
+    """Yield a file that replaces ``path`` atomically at the end of the block (temporary file, fsync, rename).
+
+    The next call also removes temporary files that killed processes have left.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{path.name}.{_UNFINISHED}"
     _sweep(path.parent, prefix)
@@ -83,7 +85,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace the content of ``path`` with ``text`` atomically, with the default mode, so that others may read it."""
+    """Replace the content of ``path`` with ``text`` atomically, with the default file mode."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)  # left by an earlier process with the same id, or a link
     try:
@@ -97,8 +99,11 @@ def replace_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def making_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder that becomes ``path`` (missing or empty) at the end of the block: temporary folder in the same
-    parent, fsync of its content, rename. Temporary folders of killed processes are removed by the next call."""
+    """Yield a folder that becomes ``path`` atomically at the end of the block. ``path`` must be missing or empty.
+
+    The folder is made in the same parent; its content is flushed with fsync before the rename. The next call also
+    removes temporary folders that killed processes have left.
+    """
     alone = not path.parent.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{path.name}.{_UNFINISHED}"
@@ -131,7 +136,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Yield a folder that is removed at the end. Folders of killed processes are removed by the next call."""
+    """Yield a folder that is removed at the end. The next call also removes folders that killed processes have left."""
     base = Path(tempfile.gettempdir())
     _sweep(base, _FOLDER)
     handle, name = _own(lambda: _new_folder(base, _FOLDER))
@@ -143,7 +148,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def _new_folder(base: Path, prefix: str) -> tuple[int, str]:
-    """Return the handle and the name of a new folder."""
+    """Create a folder; return an open handle of it and its name."""
     while True:
         name = tempfile.mkdtemp(prefix=prefix, dir=base)
         with contextlib.suppress(FileNotFoundError):  # another process removed it as left over
@@ -151,8 +156,10 @@ def _new_folder(base: Path, prefix: str) -> tuple[int, str]:
 
 
 def _own(make: Callable[[], tuple[int, str]]) -> tuple[int, str]:
-    """Return the handle and the name that ``make`` returned. The handle is locked until it is closed, so that other
-    processes know that its owner is alive."""
+    """Call ``make``, lock the handle that it returns, and return its handle and name.
+
+    The lock is held until the handle is closed. So other processes can tell whether the owner still runs.
+    """
     while True:
         handle, name = make()
         # on a file system without locks, nothing is removed either
@@ -164,7 +171,7 @@ def _own(make: Callable[[], tuple[int, str]]) -> tuple[int, str]:
 
 
 def _sweep(folder: Path, prefix: str) -> None:
-    """Remove this user's entries of ``folder`` whose names begin with ``prefix`` and whose makers have ended."""
+    """Remove this user's entries of ``folder`` whose names begin with ``prefix`` and whose owner process has ended."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith(prefix) and not entry.is_symlink():
@@ -187,8 +194,11 @@ def _remove_if_left(entry: os.DirEntry[str]) -> None:
 
 
 class AppendedFile:
-    """A file of appended records, each written completely or not at all: if the disk is full, a partial record is
-    truncated, so that the next one begins a line, and OSError is raised."""
+    """A file of appended records, each written completely or not at all.
+
+    If the disk is full, a partially written record is truncated, so that the next record begins a line, and OSError is
+    raised.
+    """
 
     def __init__(self, path: Path) -> None:
         self._handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -209,7 +219,10 @@ class AppendedFile:
 
 
 def existing_parent(path: Path) -> Path:
-    """Return ``path`` or its nearest existing parent folder, which is on the file system of ``path``."""
+    """Return ``path``, or its nearest existing parent folder if ``path`` does not exist.
+
+    Both are on the same file system.
+    """
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
 

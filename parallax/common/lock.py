@@ -1,7 +1,8 @@
-"""Locks of run directories: two runs in one directory would overwrite each other's checkpoints.
+"""Lock run directories, because two runs in one directory would overwrite each other's checkpoints.
 
-A training process holds an operating-system lock on a file in the directory until it ends, so no lock is ever
-left over. The file names its holder."""
+A training process holds an operating-system lock on a file in the directory. The system releases the lock when the
+process ends, however it ends. The file contains the process and host that hold the lock.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +27,12 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def locked(directory: Path, patience_seconds: float = 0.0) -> Iterator[None]:
-    """Hold the lock of the run directory during the block. The directory is created if it is missing; folders created
-    here that stay empty are removed at the end.
+    """Hold the lock of the run directory during the block.
 
-    Raises :class:`ConfigError` if another process still holds it after ``patience_seconds``, if it cannot be
-    made, or if it contains symbolic links.
+    A missing directory is created; folders created here are removed at the end if they are still empty.
+
+    Raises :class:`ConfigError` if another process still holds the lock after ``patience_seconds``, if the directory
+    cannot be created, or if it contains symbolic links.
     """
     made = _make(directory)
     try:
@@ -49,7 +51,7 @@ def locked(directory: Path, patience_seconds: float = 0.0) -> Iterator[None]:
 
 
 def is_locked(directory: Path) -> bool:
-    """Whether a process holds ``directory``; False if its file system has no locks."""
+    """Return whether a process holds the lock of ``directory``; False if the file system does not support locks."""
     try:
         handle = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -66,7 +68,7 @@ def is_locked(directory: Path) -> bool:
 
 
 def _make(directory: Path) -> list[Path]:
-    """Make ``directory`` and its missing parents; return the new folders, innermost first."""
+    """Create ``directory`` and its missing parents; return the created folders, innermost first."""
     try:
         missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
         directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
@@ -77,8 +79,10 @@ def _make(directory: Path) -> list[Path]:
 
 
 def _check_own(directory: Path) -> None:
-    """Raise :class:`ConfigError` for a symbolic link, or for a directory of another user, who could replace the files
-    that the run reads."""
+    """Raise :class:`ConfigError` if ``directory`` is a symbolic link or belongs to another user.
+
+    Another user could replace the files that the run reads.
+    """
     found = os.lstat(directory)
     if stat.S_ISLNK(found.st_mode):
         raise ConfigError(
@@ -91,8 +95,11 @@ def _check_own(directory: Path) -> None:
 
 
 def _check_no_links(directory: Path) -> None:
-    """Raise :class:`ConfigError` for a directory that contains symbolic links, because writing or removing through them
-    would change files elsewhere. An archive may contain such links on purpose."""
+    """Raise :class:`ConfigError` if ``directory`` contains symbolic links.
+
+    Writing or removing through a link would change files elsewhere, and an unpacked archive may contain malicious
+    links.
+    """
     for folder, folders, files in os.walk(directory):
         for name in (*folders, *files):
             path = os.path.join(folder, name)
@@ -104,8 +111,10 @@ def _check_no_links(directory: Path) -> None:
 
 
 def _acquire(path: Path, until: float) -> int:
-    """Return the handle of the lock file after locking it; wait for the lock until time ``until``. Afterwards the file
-    at ``path`` is still the locked one."""
+    """Lock the lock file and return its handle, waiting until the monotonic time ``until``.
+
+    The previous holder may remove the file while this process waits, so the locked file is compared with ``path``.
+    """
     while True:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -1,4 +1,4 @@
-"""Metrics: the file that a run writes them to, and which of two values of a metric is the better one."""
+"""The file of a run's metrics, and the direction in which each metric improves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of child processes with their parent."""
+"""End child processes together with their parent."""
 
 from __future__ import annotations
 

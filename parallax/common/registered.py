@@ -1,6 +1,6 @@
-"""Find the dataclasses of a configuration group by their modules: one dataclass for each option.
+"""Find the options of a configuration group: each option is a dataclass in a module of its own.
 
-A new kind is one module in the group's package, with a dataclass derived from the group's base, and one option file
+A new option is one module in the group's package, with a dataclass derived from the group's base class, and one file
 ``configs/<group>/<name>.yaml``.
 """
 
@@ -17,7 +17,7 @@ from parallax.common.typed import defaults, members
 
 
 class Registered(abc.ABC):
-    """The base class of the options of one configuration group. ``package``: the package of their modules."""
+    """The base class of the options of one configuration group. ``package`` contains the modules of the options."""
 
     package: ClassVar[str]
 
@@ -28,8 +28,7 @@ class Registered(abc.ABC):
 
     @classmethod
     def kinds(cls) -> tuple[type[Any], ...]:
-        """Return the dataclasses in all modules of the package, ordered by ``name``; the user's own kind, ``custom``,
-        is last."""
+        """Return the dataclasses in all modules of the package, ordered by ``name``, with ``custom`` last."""
         base: Any = cls
         return _kinds(base, cls.package)
 
@@ -59,7 +58,7 @@ def _kinds(base: Any, package: str) -> tuple[type[Any], ...]:
 
 
 def dataclasses_of(hint: Any) -> list[type[Any]]:
-    """Return the dataclasses that an annotation accepts: those of a union, or all kinds of a registered base."""
+    """Return the dataclasses that an annotation accepts: members of a union, or all options of a registered base."""
     if isinstance(hint, type) and issubclass(hint, Registered):
         return list(hint.kinds())
     return [

@@ -1,4 +1,4 @@
-"""Seeds per block, step and row, so that draws in one place do not depend on draws in another."""
+"""Derive seeds per block, step and row, so that random numbers in one place do not depend on another place."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Signals that request the end of a run.
+"""Handle the signals that request the end of a run.
 
 There are four: SIGTERM, SIGINT (Ctrl-C), SIGHUP (the terminal was closed) and SIGUSR1 (Slurm's warning,
-``--signal=USR1@60``). A training run saves its state and ends; any other process just ends."""
+``--signal=USR1@60``). A training run saves its state before it ends; any other process ends at once.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +26,10 @@ Handler = Callable[[int, FrameType | None], object]
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised when signal ``number`` requests the end of the process. It is not an error: like KeyboardInterrupt, it is
-    not caught by ``except Exception``."""
+    """Raised when signal ``number`` requests the end of the process.
+
+    It is not an error: like KeyboardInterrupt, it is not caught by ``except Exception``.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(stopped_by(number))
@@ -39,17 +42,21 @@ def stopped_by(number: int) -> str:
 
 
 def exit_code(number: int, *, saved: bool = False) -> int:
-    """Return the exit code of a process that ends because of signal ``number``: 0 if the request was fulfilled,
-    otherwise the shell's code for this signal. SIGUSR1 only requests an end, so it is always fulfilled. SIGTERM
-    requests an end without loss of progress (``saved``)."""
+    """Return the exit code of a process that ends because of signal ``number``.
+
+    The code is 0 if the signal was fulfilled, otherwise the shell's code for the signal. SIGUSR1 requests an end only,
+    so any end fulfils it. SIGTERM is fulfilled if the state was ``saved``.
+    """
     done = number == signal.SIGUSR1 or (saved and number == signal.SIGTERM)
     return 0 if done else 128 + number
 
 
 @contextlib.contextmanager
 def handling_requests(handler: Handler, *others: int) -> Iterator[None]:
-    """Call ``handler`` on the main thread for each signal that asks to end, and for ``others``, inside the block;
-    a no-op on other threads."""
+    """Inside the block, call ``handler`` on the main thread for each signal that requests an end.
+
+    ``others`` are further signals to handle. A no-op on other threads.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -62,14 +69,17 @@ def handling_requests(handler: Handler, *others: int) -> Iterator[None]:
 
 
 def handled_signals() -> list[signal.Signals]:
-    """Return the signals that ask this process to end: :data:`REQUESTS`, without SIGHUP under ``nohup``."""
+    """Return the signals that request the end of this process: :data:`REQUESTS`, without SIGHUP under ``nohup``."""
     return [n for n in REQUESTS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
 
 
 @contextlib.contextmanager
 def ending_at_interrupt() -> Iterator[None]:
-    """Make Ctrl-C end the process at once, with its message, during imports. An exception in the middle of an import
-    may leave a module incomplete or be replaced by another, and nothing needs saving yet."""
+    """A context for imports, in which Ctrl-C ends the process at once with its message.
+
+    An exception in the middle of an import may leave a module incomplete, or another exception may replace it. Nothing
+    needs saving yet.
+    """
     before = signal.getsignal(signal.SIGINT)
     on_main = threading.current_thread() is threading.main_thread()
     if not on_main or before not in (signal.default_int_handler, _end):
@@ -90,9 +100,11 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def exit_on_request(code: int) -> None:
-    """End the process at once with ``code`` if a signal requests its end. Call it when all work is done: Python's
-    shutdown takes a moment and would print a traceback if it were interrupted. The last part of the shutdown runs no
-    handlers and is not interrupted."""
+    """From now on, end the process at once with ``code`` if a signal requests its end.
+
+    Call it when all work is done: Python's shutdown takes a moment, and a signal would interrupt it with a traceback.
+    In the last part of the shutdown, which runs no handlers, the signals are ignored.
+    """
     if threading.current_thread() is not threading.main_thread():
         return
     for stream in (sys.stdout, sys.stderr):
@@ -103,15 +115,18 @@ def exit_on_request(code: int) -> None:
 
 
 def _ignore_requests() -> None:
-    """Ignore requests to end from now on: Python removes its handlers before it tears down modules, so a request would
-    kill the process."""
+    """Ignore requests to end from now on.
+
+    During shutdown Python removes its handlers before it tears down modules, so a signal would kill the process.
+    """
     for number in handled_signals():
         signal.signal(number, signal.SIG_IGN)
 
 
 def install_early_handlers() -> None:
-    """Install handlers in the first line of a process: without them, a request during imports kills the process by
-    the signal, which a launcher takes for a failure.
+    """Install handlers that are in force until the process can save its state. Call this in its first line.
+
+    Without them, a signal during imports kills the process, which a launcher takes for a failure.
 
     ::
 
@@ -146,7 +161,10 @@ def _forget() -> None:
 
 
 class _EarlyHandler:
-    """Stores the first request that a rank receives until :meth:`take_first` returns it."""
+    """A signal handler for a rank that has not begun to train. It stores the first request until :meth:`take_first`.
+
+    In other processes, and after :meth:`take_first`, a request ends the process.
+    """
 
     def __init__(self) -> None:
         self.first, self._keeps = 0, True
@@ -166,16 +184,17 @@ _early = _EarlyHandler()
 
 
 def early_request() -> int:
-    """Return the signal received since :func:`install_early_handlers`; 0 if none. The caller handles later ones."""
+    """Return the signal received since :func:`install_early_handlers`, or 0. Later signals are not stored."""
     return _early.take_first()
 
 
 @contextlib.contextmanager
 def ending_after_request(seconds: float, end: Callable[[int], object]) -> Iterator[None]:
-    """Call ``end(number)`` from another thread if the block still runs ``seconds`` after a request by signal
-    ``number``; for SIGTERM, at once.
+    """Limit the time that the block may run after a signal requests the end of the process.
 
-    It is for blocks that wait in calls during which no handler runs. Requests received before the block count, too.
+    The block may wait in a call during which Python runs no handler. So another thread calls ``end(number)`` if the
+    block still runs ``seconds`` after signal ``number``, or immediately after SIGTERM. Signals received before the
+    block count, too.
     """
     woken, wake = socket.socketpair()
     wake.setblocking(False)
@@ -209,7 +228,7 @@ def ending_after_request(seconds: float, end: Callable[[int], object]) -> Iterat
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun started this process."""
+    """Return whether torchrun started this process."""
     return (
         "TORCHELASTIC_RUN_ID" in os.environ
         or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
@@ -217,7 +236,7 @@ def under_torchrun() -> bool:
 
 
 def interrupt(number: int, frame: FrameType | None = None) -> None:
-    """Raise :class:`Stopped`. This is a signal handler."""
+    """Signal handler that raises :class:`Stopped`."""
     del frame
     raise Stopped(number)
 
@@ -236,9 +255,11 @@ class _KeptHandler:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """A context that postpones Ctrl-C until its end, so that no data structure is left half updated. A second Ctrl-C,
-    unless it follows within a moment, interrupts immediately. No-op on other threads, because Python handles signals on
-    the main thread only."""
+    """A context that postpones Ctrl-C until its end, so that no data structure is left half updated.
+
+    A second Ctrl-C interrupts immediately, unless it follows the first within a moment. On other threads the context is
+    a no-op, because Python handles signals on the main thread only.
+    """
     before = signal.getsignal(signal.SIGINT)
     main = threading.current_thread() is threading.main_thread()
     if not main or not callable(before) or isinstance(before, _KeptHandler):
@@ -255,8 +276,11 @@ def uninterrupted() -> Iterator[None]:
 
 
 class Requests:
-    """The requests to end received so far. ``first``: the first signal; a second one right after it belongs to the same
-    request. ``impatient``: a second Ctrl-C was received, so the process must end at once."""
+    """The requests to end received so far.
+
+    ``first`` is the first signal. A second signal right after the first belongs to the same request. ``impatient`` is
+    True after a second Ctrl-C: the process must end at once.
+    """
 
     def __init__(self) -> None:
         self.first, self.impatient = 0, False

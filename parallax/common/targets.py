@@ -1,8 +1,8 @@
-"""Call functions that the user names in a configuration.
+"""Import and call functions that the user names in a configuration.
 
-Names come from the user's own configuration only, never from a checkpoint, a plan or a profile. Exceptions of such a
-function are shown with their traceback. But unknown arguments are invalid input: they are compared with the function's
-signature before the call.
+Names come from the user's own configuration only, never from a checkpoint, a plan or a profile. Exceptions raised by a
+user's function are shown with their traceback. Unknown arguments are reported as invalid configuration instead: they
+are compared with the function's signature before the call.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ def load_target(key: str, target: str) -> Callable[..., Any]:
 
 
 def call_target(group: str, target: str, kwargs: Mapping[str, Any], *given: Any) -> Any:
-    """Call the function of the setting ``group.target`` with the arguments ``given`` and ``group.kwargs``, and return
-    its result.
+    """Return the result of the function named by the setting ``group.target``.
 
-    Raises :class:`ConfigError` for a missing argument, and, with the most similar name, for a keyword that is accepted
-    neither by the function nor by a function to which it passes ``**kwargs``.
+    It is called with the positional arguments ``given`` and the keywords ``group.kwargs``.
+
+    Raises :class:`ConfigError` for a missing argument, and for a keyword that is accepted neither by the function nor
+    by a function to which it passes ``**kwargs``; the message suggests the most similar name.
     """
     function = load_target(f"{group}.target", target)
     _check_keywords(group, target, function, kwargs, given)
@@ -75,10 +76,11 @@ def call_target(group: str, target: str, kwargs: Mapping[str, Any], *given: Any)
 def bound_target(
     group: str, target: str, kwargs: Mapping[str, Any], *names: str
 ) -> Callable[..., Any]:
-    """Return the function of the setting ``group.target`` with ``group.kwargs`` bound, to be called with as many
-    positional arguments as ``names``. Of a class, return the object made with ``group.kwargs``.
+    """Return the function named by the setting ``group.target`` with ``group.kwargs`` bound.
 
-    Raises :class:`ConfigError` if it does not accept them."""
+    For a class, return the object made with ``group.kwargs``. Raises :class:`ConfigError` if the result cannot be
+    called with as many positional arguments as ``names``.
+    """
     function = load_target(f"{group}.target", target)
     if inspect.isclass(function):
         made: Callable[..., Any] = call_target(group, target, kwargs)
@@ -100,8 +102,10 @@ def bound_target(
 
 
 def check_call(what: str, function: Callable[..., Any], *names: str) -> None:
-    """Raise :class:`ConfigError` if ``function``, called ``what`` in the message, does not accept as many positional
-    arguments as ``names``."""
+    """Raise :class:`ConfigError` if ``function`` does not accept as many positional arguments as ``names``.
+
+    ``what`` is the function's description in the message.
+    """
     signature = _signature(function)
     try:
         if signature is not None:
@@ -140,7 +144,7 @@ def _choice(name: str, accepted: list[str]) -> str:
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature; None for a function that is not written in Python and has none."""
+    """Return the signature of ``function``, or None if it has none, like some functions written in C."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
@@ -153,9 +157,11 @@ def _keywords(signature: inspect.Signature) -> list[str]:
 
 
 def _handed_on(name: str, frames: Sequence[FrameType]) -> bool:
-    """Return whether the user passed the keyword ``name`` to the function of the last frame: this function is the
-    target itself, or all functions above passed the keyword on through their ``**kwargs``. Otherwise a library has
-    added the keyword."""
+    """Return whether the keyword ``name``, which the function of the last frame received, comes from the user.
+
+    It does if that function is the target itself, or if all functions above passed the keyword on through their
+    ``**kwargs``. Otherwise a library has added the keyword.
+    """
     if len(frames) < 2:
         return True
     *above, last = frames
@@ -178,8 +184,10 @@ def _variable_keywords(frame: FrameType) -> Mapping[str, Any]:
 
 
 def _callee(trace: TracebackType | None, name: str) -> tuple[list[str], str]:
-    """Return the keywords of the function that the last frame of ``trace`` called as ``name`` (empty if the function is
-    not found), and the line of the call."""
+    """Return the accepted keywords of the function that the last frame of ``trace`` called, and the line of the call.
+
+    ``name`` is the function's name in that frame. The keywords are empty if the function is not found.
+    """
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     if trace is None:

@@ -1,7 +1,7 @@
-"""Print to the terminal with untrusted text (names, paths, messages of exceptions) escaped.
+"""Print untrusted text (names, paths, messages of exceptions) to the terminal safely.
 
-Text is printed as written, except that characters that would control the terminal or start a new line are escaped. Only
-tracebacks, and tables with :class:`~rich.text.Text`, have several lines.
+Characters that would control the terminal or start a new line are escaped. Only tracebacks, and tables with
+:class:`~rich.text.Text`, have several lines.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ OURS = "parallax: "  # prefix of the line with the reason why a run ended
 
 
 def lines(text: str) -> str:
-    """Return ``text`` with unprintable characters except line ends escaped. Later lines that begin like a message of
-    Parallax are indented, so that foreign text cannot imitate one."""
+    """Return ``text`` with unprintable characters escaped, except line ends.
+
+    A line after the first that begins like a message of Parallax is indented, so that the text cannot imitate a
+    message.
+    """
     first, *more = text.split("\n")
     return "\n".join([printable(first), *(_indented(printable(line)) for line in more)])
 
@@ -42,7 +45,7 @@ def print_exception(error: BaseException) -> str:
 
 
 class SafeConsole(Console):
-    """A console that escapes control characters in printed text and ignores markup in it; its own styles still work."""
+    """A rich console that escapes control characters and ignores markup in printed text. Its own styles still work."""
 
     def render_str(self, text: str, **given: Any) -> Text:
         """Return text on one line, escaped; pass a :class:`~rich.text.Text` for several lines."""
@@ -61,16 +64,20 @@ class SafeConsole(Console):
 
 
 def accept_any_text() -> None:
-    """Make the output and error streams accept any text: characters outside their encoding (ASCII, Latin-1) become
-    ``?``. Tables use ASCII lines there (rich checks the encoding)."""
+    """Make the output and error streams print ``?`` for characters that their encoding (ASCII, Latin-1) lacks.
+
+    Tables then use ASCII lines, because rich checks the encoding.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")
 
 
 def safe_console(*, stderr: bool = False, width: int | None = None) -> Console:
-    """Return a console that escapes the text in tables and lines. ``width``: None for that of the terminal, or
-    :data:`FILE_WIDTH` columns if the output goes elsewhere."""
+    """Return a console that escapes the text in tables and lines.
+
+    ``width`` None means the width of the terminal, or :data:`FILE_WIDTH` columns if the output goes elsewhere.
+    """
     console = SafeConsole(stderr=stderr, width=width, markup=False, emoji=False)
     if width is None and not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = FILE_WIDTH
@@ -78,7 +85,7 @@ def safe_console(*, stderr: bool = False, width: int | None = None) -> Console:
 
 
 class SafeFormatter(logging.Formatter):
-    """Formats escaped log records, one line each except tracebacks."""
+    """Formats log records as escaped text of one line each, except tracebacks."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # logging defines this name
         return printable(super().formatMessage(record))

@@ -1,10 +1,11 @@
-"""Class paths in files are imported only if the user has named them.
+"""Import class paths found in files only if the user has typed them.
 
-A configuration may name the user's own functions (``model.target=package.module:factory``), and a run directory
-stores the configuration. A user who copies a directory from someone else has not agreed to its class paths:
-importing them would run foreign code, or any function of any installed package with foreign arguments. So a class
-path from a file counts only if the user has typed it: on this command line, or on the command line that made the
-files, which is remembered in the user's cache by folder, key and class path."""
+A configuration may name the user's own functions (``model.target=package.module:factory``), and a run directory stores
+the configuration. A user who copies a directory from another person has not agreed to its class paths: importing them
+would run foreign code, or any function of any installed package with foreign arguments. So a class path from a file is
+accepted only if the user has typed it on this command line, or on the command line that made the files. The latter is
+remembered in the user's cache by folder, key and class path.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ _WRITABLE_BY_OTHERS = 0o022
 
 
 def class_paths(text: str) -> dict[str, str]:
-    """Return key → class path in the text of a stored configuration; nothing is imported."""
+    """Return {key: class path} of the text of a stored configuration, without importing anything."""
     tree, found = plain_yaml(text), {}
     for key in KEYS:
         value: Any = tree
@@ -49,7 +50,7 @@ def class_paths(text: str) -> dict[str, str]:
 
 
 def _metrics(tree: Any) -> dict[str, str]:
-    """Return ``metrics.N.target`` → class path of the metrics outside of torchmetrics."""
+    """Return {``metrics.N.target``: class path} of the metrics that are not in torchmetrics."""
     entries = tree.get("metrics") if isinstance(tree, dict) else None
     targets = [
         (number, entry.get("target"))
@@ -64,7 +65,7 @@ def _metrics(tree: Any) -> dict[str, str]:
 
 
 def _validation_sets(tree: Any) -> dict[str, str]:
-    """Return ``data.validation.NAME.KEY`` → class path, for sets of held-out rows with settings of their own."""
+    """Return {``data.validation.NAME.KEY``: class path} of the validation sets that have settings of their own."""
     data = tree.get("data") if isinstance(tree, dict) else None
     sets = data.get("validation") if isinstance(data, dict) else None
     return {
@@ -76,20 +77,22 @@ def _validation_sets(tree: Any) -> dict[str, str]:
 
 
 def is_key(key: str) -> bool:
-    """Whether ``key`` names a function in a stored configuration."""
+    """Return whether the value of ``key`` in a stored configuration is a class path."""
     several = rf"metrics\.[0-9]{{1,3}}\.target|data\.validation\.[^.]+\.({'|'.join(_OF_DATA)})"
     return key in KEYS or re.fullmatch(several, key) is not None
 
 
 def _targets(entries: Sequence[Any]) -> list[str]:
-    """Return the class paths in a list of class paths, or of keys and values."""
+    """Return the class paths in a list, whose entries are class paths or mappings with the key ``target``."""
     found = [each.get("target") if isinstance(each, dict) else each for each in entries]
     return [str(each) for each in found]
 
 
 def remember(folder: Path, named: Mapping[str, str]) -> None:
-    """Remember, in the user's cache, that the user has typed these class paths for the files in ``folder``. If the
-    cache cannot be written, they must be typed again."""
+    """Store in the user's cache that the user has typed these class paths for the files in ``folder``.
+
+    If the cache cannot be written, the user must type them again.
+    """
     known = _known()
     lines = [
         line
@@ -106,8 +109,10 @@ def remember(folder: Path, named: Mapping[str, str]) -> None:
 
 
 def check_named(file: Path, found: Mapping[str, str], typed: Collection[str] = ()) -> None:
-    """Raise :class:`ConfigError` if ``file`` names class paths that the user has not typed. ``typed``: ``key=value``
-    arguments of this command."""
+    """Raise :class:`ConfigError` if ``file`` contains class paths that the user has not typed.
+
+    ``found`` maps the keys in the file to class paths. ``typed`` holds the ``key=value`` arguments of this command.
+    """
     known = _known()
     named = {f"{key}={target}" for key, target in found.items()}
     unknown = [

@@ -1,4 +1,4 @@
-"""Convert plain data from YAML to dataclasses: exact keys, and values of the annotated types."""
+"""Convert plain data from YAML to dataclasses. Keys must match exactly, and values must have the annotated types."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _field_types: dict[type, Mapping[str, Any]] = {}
 
 
 def field_types(kind: type) -> Mapping[str, Any]:
-    """Return the type of each field of the dataclass ``kind``. Annotations are texts that Python would compile at each
-    call, so the result is cached."""
+    """Return the type of each field of the dataclass ``kind``.
+
+    The result is cached, because Python would compile the annotations, which are text, at each call.
+    """
     if kind not in _field_types:
         hints = typing.get_type_hints(kind)
         types = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
@@ -48,14 +50,14 @@ class Mistakes:
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """A context that collects a :class:`ConfigError` raised inside; the error ends the block only."""
+        """A context that collects a :class:`ConfigError` raised inside instead of passing it on."""
         try:
             yield
         except ConfigError as error:
             self.collected.extend(error.parts or [error])
 
     def raise_collected(self) -> None:
-        """Raise one :class:`ConfigError` for all collected errors, in one line."""
+        """Raise one :class:`ConfigError` of one line for all collected errors; no-op if there are none."""
         if len(self.collected) < 2:
             for error in self.collected:
                 raise error
@@ -77,8 +79,10 @@ def checked(
     label: str = "",
     elsewhere: Callable[[str], str] = lambda key: "",
 ) -> dict[str, Any]:
-    """Return a copy of ``tree``, after checking that its keys are those of the dataclass ``kind``. ``elsewhere(key)``
-    returns a hint for a key that belongs to another group or has another name."""
+    """Return a copy of ``tree`` if its keys are exactly the fields of the dataclass ``kind``; raise an error otherwise.
+
+    ``elsewhere(key)`` returns a hint for a key that belongs to another group or has another name.
+    """
     prefix, hints = f"{group}." if group else "", field_types(kind)
     accepted = (
         f"{label} accepts {', '.join(sorted(hints))}"
@@ -106,8 +110,10 @@ def checked(
 
 
 def build(kind: type, values: dict[str, Any], prefix: str) -> Any:
-    """Return an instance of the dataclass ``kind``, from ``values`` converted to the annotated types; its constructor
-    checks their meaning."""
+    """Return an instance of the dataclass ``kind`` from ``values``, converted to the annotated types.
+
+    The dataclass itself checks the meaning of the values.
+    """
     read, mistakes, usual = {}, Mistakes(), defaults(kind)
     for key, hint in field_types(kind).items():
         if isinstance(values[key], str) and values[key] == usual.get(key):
@@ -134,7 +140,7 @@ def in_one_line() -> Iterator[None]:
 
 
 def members(hint: Any) -> list[Any]:
-    """Return the alternatives of a union type, ``str`` last, because almost any value can be read as text."""
+    """Return the alternatives of a union type. ``str`` comes last, because almost any value can be read as text."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return sorted(typing.get_args(hint), key=lambda kind: kind is str) if union else [hint]
 
@@ -148,8 +154,10 @@ def _read(hint: Any, value: Any) -> Any:
 
 
 def _read_as(kind: Any, value: Any) -> Any:
-    """Return ``value`` converted to one alternative of a union. Text that spells a number becomes a number, because
-    ``${oc.env:STEPS}`` always yields text."""
+    """Return ``value`` converted to ``kind``, one alternative of a union.
+
+    Text that spells a number may become a number, because ``${oc.env:STEPS}`` always yields text.
+    """
     origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
     scalar = isinstance(value, int | float | str) and not isinstance(value, bool) and value != "???"
     if isinstance(origin, type) and dataclasses.is_dataclass(origin) and isinstance(value, origin):
@@ -174,7 +182,10 @@ def _read_as(kind: Any, value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value``; raise ValueError if YAML would not restore it exactly. Used for fields that accept any type."""
+    """Return ``value`` unchanged; raise ValueError if YAML would not restore it exactly.
+
+    Used for fields that accept any type.
+    """
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -200,12 +211,12 @@ def _accepted(hint: Any, default: Any) -> str:
 
 
 def refuse(subject: str, why: str) -> NoReturn:
-    """Raise :class:`ConfigError` in one escaped line."""
+    """Raise :class:`ConfigError` with an escaped message of one line."""
     raise ConfigError(printable(f"{_shortened(subject)}: {why}"))
 
 
 def unknown(subject: str, accepted: str, hint: str) -> NoReturn:
-    """Raise :class:`UnknownKeyError` in one escaped line."""
+    """Raise :class:`UnknownKeyError` with an escaped message of one line."""
     raise UnknownKeyError.of(_shortened(subject), accepted, hint)
 
 
@@ -214,8 +225,11 @@ def _shortened(subject: str) -> str:
 
 
 def convert_exactly(hint: Any, value: Any, where: str = "") -> Any:
-    """Return ``value``, plain data from a file, converted to the annotation ``hint``. Lists are converted to tuples,
-    and mappings to dataclasses; any other mismatch raises a ValueError that names the location."""
+    """Return plain data from a file converted to the annotation ``hint``.
+
+    Lists are converted to tuples, and mappings to dataclasses. For any other difference in type, raise a ValueError
+    that names the location ``where``.
+    """
     origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     if origin is types.UnionType and inner[-1] is types.NoneType:
         return None if value is None else convert_exactly(inner[0], value, where)

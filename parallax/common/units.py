@@ -50,8 +50,9 @@ _UNITS |= {
 
 
 def parse_bytes(value: int | str, key: str) -> int:
-    """Return the number of bytes that ``value`` gives as a number or as text such as ``8GiB``; errors name the setting
-    ``key``.
+    """Return the number of bytes that ``value`` gives as a number or as text such as ``8GiB``.
+
+    Errors name the setting ``key``.
 
     >>> parse_bytes("1.5KiB", "cluster.device_memory")
     1536

@@ -73,14 +73,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The settings of a run. ``name``: its directory is ``runs/<name>``. ``seed``: of initial weights, dropout and the
-    order of rows. ``task``: what `parallax plan` plans for: training, or forwards alone as evaluation, which computes
-    the loss, or as inference, which keeps the outputs of a batch. ``compile``: compile the forward of each block with
-    torch.compile, which takes a while at the first step. ``metrics``: numbers of the held-out rows, by torchmetrics,
-    and of the rows of each step if they need only sums: a list of names such as accuracy, top5, f1, auroc and
-    perplexity, or of {name: NAME, kwargs: {KEY: VALUE}, target: package.module:Class}. ``callbacks``: your own code in
-    the training loop, a list of ``package.module:factory`` or of ``{target: package.module:factory, kwargs: {...},
-    on_error: note}``; an error of a callback ends the run unless ``on_error`` is note."""
+    """The settings of a run. ``name``: its directory is ``runs/<name>``. ``seed``: the seed of initial weights, dropout
+    and the order of rows. ``task``: what `parallax plan` plans for: training; evaluation, which runs forwards and
+    computes the loss; or inference, which runs forwards and keeps the outputs of a batch. ``compile``: compile the
+    forward of each block with torch.compile, which takes a while at the first step. ``metrics``: metrics of
+    torchmetrics, computed on the held-out rows, and also on the rows of each step if a metric needs only sums: a list
+    of names such as accuracy, top5, f1, auroc and perplexity, or of {name: NAME, kwargs: {KEY: VALUE}, target:
+    package.module:Class}. ``callbacks``: your own code in the training loop, a list of ``package.module:factory`` or of
+    ``{target: package.module:factory, kwargs: {...}, on_error: note}``; an error of a callback ends the run unless
+    ``on_error`` is note."""
 
     name: str = "auto"
     seed: int = 1
@@ -123,7 +124,7 @@ class RunConfig:
 
     @property
     def metrics_config(self) -> MetricsConfig:
-        """The metrics, with the targets that the loss takes."""
+        """The metrics, with the kind of targets that the loss takes."""
         return MetricsConfig(
             metrics=MetricsConfig.read(self.metrics),
             ignored=self.loss.ignore_index,
@@ -133,7 +134,7 @@ class RunConfig:
 
 
 def is_name(text: str) -> bool:
-    """Whether ``text`` can be the name of a run, and so of a folder."""
+    """Whether ``text`` can be the name of a run, which is also the name of its folder."""
     folder = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"
     return re.fullmatch(f"{folder}(/{folder})?", text) is not None
 
@@ -172,7 +173,8 @@ def composed_tree(overrides: Sequence[str], *, resolve: bool) -> dict[str, Any]:
 
 
 def override_value(overrides: Sequence[str], key: str) -> str:
-    """Return the value that ``overrides`` set for ``key``, as text; of several, the last. Empty if there is none."""
+    """Return the value of ``key`` in ``overrides``, as text. The last override of the key counts; without one, return
+    ""."""
     options, others = OptionFolders.of(overrides)
     parsed = [parse(word, options) for word in others]
     found = [override for override in parsed if override.key_or_group == key]
@@ -199,7 +201,7 @@ def load(text: str) -> RunConfig:
 
 
 def fingerprint(config: RunConfig) -> str:
-    """Return sixteen hex digits, equal on two ranks exactly when their configurations are."""
+    """Return sixteen hex digits that are equal on two ranks exactly if their configurations are equal."""
     text = yaml.safe_dump(dataclasses.asdict(config), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -210,7 +212,7 @@ def differences(a: RunConfig, b: RunConfig) -> list[str]:
 
 
 def changes(a: RunConfig, b: RunConfig) -> dict[str, tuple[str, str]]:
-    """Return key → both values as one line each, for the keys whose values differ."""
+    """Return key → (value in ``a``, value in ``b``), each as one line, for the keys whose values differ."""
     left, right = leaves(dataclasses.asdict(a)), leaves(dataclasses.asdict(b))
     return {
         printable(key): (left.get(key, "absent"), right.get(key, "absent"))
@@ -286,8 +288,9 @@ def _option(text: str, override: Override, options: OptionFolders) -> str:
 
 
 def elsewhere(key: str, accepted: Collection[str] = ()) -> str:
-    """Return a hint for an unknown key: a key without its group, such as ``steps=80``; a key of another group, such as
-    ``trainer.lr``; or a key of another trainer, such as ``batch_size=8``. ``accepted``: the keys of its own group."""
+    """Return a hint for an unknown ``key``. It finds a key without its group, such as ``steps=80``; a key under the
+    wrong group, such as ``trainer.lr``; and a key of another trainer, such as ``batch_size=8``. ``accepted``: the keys
+    of the group that ``key`` names."""
     group, _, leaf = key.rpartition(".")
     groups = field_types(RunConfig)
     if group and group not in groups:
@@ -310,7 +313,7 @@ def elsewhere(key: str, accepted: Collection[str] = ()) -> str:
 
 
 def _kinds(group: str) -> list[type[Any]]:
-    """Return the dataclasses of ``group``; none for a key that is no group."""
+    """Return the dataclasses of the options of ``group``; none for a key that is not a group."""
     return dataclasses_of(field_types(RunConfig).get(group))
 
 
@@ -319,7 +322,8 @@ def _kinds(group: str) -> list[type[Any]]:
 
 @dataclass(frozen=True)
 class _Requested:
-    """Parsed overrides: the option of each group ("" for none), the values, and the keys to remove."""
+    """Parsed overrides: the option chosen for each group ("" for none), the values that are set, and the keys to
+    remove."""
 
     options: OptionFolders
     groups: dict[str, str]
@@ -328,7 +332,7 @@ class _Requested:
 
     @classmethod
     def read(cls, overrides: Sequence[str], mistakes: Mistakes) -> _Requested:
-        """Parse each override; of several for one key, the last counts. Invalid overrides are added to ``mistakes``."""
+        """Parse the overrides; the last override of a key counts. Invalid overrides are added to ``mistakes``."""
         options, others = OptionFolders.of(overrides)
         requested = cls(options, {}, {}, [])
         for text in others:
@@ -353,8 +357,8 @@ class _Requested:
     def merge(
         self, numbers: Mapping[str, float] = MappingProxyType({}), *, resolve: bool = True
     ) -> dict[str, Any]:
-        """Return, as plain data, the merged files of the chosen options with ``numbers`` and the overrides. Prefixes of
-        overrides are ignored, because keys are checked afterwards."""
+        """Return, as plain data, the merged files of the chosen options, changed by ``numbers`` and then by the
+        overrides. The prefixes ``+`` and ``++`` of overrides are ignored, because keys are checked afterwards."""
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
@@ -376,8 +380,8 @@ class _Requested:
 
 
 def _broken() -> tuple[type[Exception], ...]:
-    """Return the exception types of a failed merge. Keys and options are known to exist, so a value has the wrong shape
-    or a file is broken."""
+    """Return the exception types of a failed merge. The caller has checked that keys and options exist, so the cause is
+    a value of the wrong shape or a broken file."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -403,8 +407,8 @@ def _composed(options: OptionFolders, chosen: tuple[str, ...]) -> DictConfig:
 
 
 def nodes() -> Nodes:
-    """Return Hydra's name → default values for each dataclass: ``/parallax/<group>``, or ``/parallax/<group>/<name>``
-    if a group has several."""
+    """Return the default values of each dataclass under the name that Hydra knows it by: ``/parallax/<group>``, or
+    ``/parallax/<group>/<name>`` if the group has several dataclasses."""
     found: Nodes = {("parallax", "run"): defaults(RunConfig)}
     for group in field_types(RunConfig):
         several = len(_kinds(group)) > 1
@@ -415,9 +419,9 @@ def nodes() -> Nodes:
 
 
 def _onto(base: RunConfig, requested: _Requested) -> dict[str, Any]:
-    """Return ``base`` as plain data, changed by the overrides: groups whose option was chosen, and values.
+    """Return ``base`` as plain data, changed by the chosen options and values in ``requested``.
 
-    Hydra gets only the numbers of ``base``, for interpolations. It never gets its texts, which may come from an
+    Hydra gets only the numbers of ``base``, for interpolations. It does not get the texts, which may come from an
     untrusted file.
     """
     tree: dict[str, Any] = yaml.safe_load(dump(base))
@@ -450,7 +454,8 @@ def _unresolved(merged: DictConfig, error: Exception) -> NoReturn:
 
 
 def _remove(tree: dict[str, Any], key: str) -> None:
-    """Remove ``key`` from ``tree``. Only keys of dictionaries with arbitrary keys can be removed; others raise."""
+    """Remove ``key`` from ``tree``. Raises :class:`ConfigError` unless the key is in a dictionary of free keys, such as
+    ``model.kwargs``."""
     *parents, leaf = key.split(".")
     node: Any = tree
     for part in parents:
@@ -471,9 +476,9 @@ def _remove(tree: dict[str, Any], key: str) -> None:
 
 
 def _read_run(tree: Any, mistakes: Mistakes) -> RunConfig:
-    """Return the configuration, with each group read into the dataclass of its ``name``. Raises one error that lists
-    the ``mistakes`` so far and all wrong keys. Values are checked only if there are no such mistakes; one error then
-    lists all wrong values."""
+    """Return the configuration, with each group read into the dataclass that the group's ``name`` selects. Raises one
+    error that lists ``mistakes`` and all wrong keys. If there are none, values are checked, and one error lists all
+    wrong values."""
     groups = [key for key in field_types(RunConfig) if _kinds(key)]
     parts = checked(RunConfig, tree, "", elsewhere=elsewhere)
     kinds: dict[str, type[Any]] = {}

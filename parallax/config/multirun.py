@@ -1,14 +1,15 @@
 """Run several runs from one command line, by Hydra's lists, ranges, sweepers and launchers.
 
-Hydra determines the points and the processes that run them; the caller runs one point:
+A sweep has one run for each combination of values, called a point. Hydra chooses the points and the processes that run
+them; the caller provides the function that runs one point:
 
 ::
 
     train -m model=gpt,mlp cluster.devices=1,2  ──sweeper──>  4 lists of overrides  ──launcher──>  job(overrides), each
 
-Hydra's basic sweeper makes the product of all values, so all points are known and can be checked before the first one
-starts. Searching sweepers choose each point during the sweep. A launcher calls the job in this process, or pickles it
-and calls it in another, on this machine or elsewhere.
+Hydra's basic sweeper takes all combinations of the values, so all points are known and can be checked before the first
+one starts. A searching sweeper, such as Optuna's, chooses each point from the results of earlier ones. A launcher calls
+the job in this process, or pickles it and calls it in another, on this machine or elsewhere.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def wants_sweep(overrides: Sequence[str]) -> bool:
 class Multirun:
     """A requested sweep.
 
-    ``name``: the value of ``name=``, or auto. ``overrides``: all other overrides, in Hydra's form. ``points``: the
-    overrides of each point, if they are known before the sweep. ``alike``: keys with equal values in all points.
+    ``name``: the value of ``name=``, or auto. ``overrides``: all other overrides, in Hydra's syntax. ``points``: the
+    overrides of each point; None for a searching sweeper. ``alike``: the keys that have one value in all points.
     ``in_turn``: whether points run one after another in this process.
     """
 
@@ -80,8 +81,9 @@ class Multirun:
                 hydra.config_loader.load_sweep_config(config, list(point))
 
     def launch(self, folder: Path, job: Job, points: Sequence[Sequence[str]]) -> None:
-        """Run ``job`` by the launcher for each of ``points``, or for the points that a searching sweeper chooses. The
-        launcher's own files are written to ``folder``. Its errors are raised as one line."""
+        """Run ``job`` through Hydra's launcher for each of ``points``, or for the points that a searching sweeper
+        chooses. The launcher writes its own files to ``folder``. Its errors become a :class:`ConfigError` of one
+        line."""
         from hydra._internal.callbacks import Callbacks
         from hydra.core.plugins import Plugins
         from hydra.types import HydraContext
@@ -107,7 +109,7 @@ class Multirun:
 
     @contextlib.contextmanager
     def _opened(self, folder: Path = Path()) -> Iterator[tuple[Hydra, DictConfig]]:
-        """Yield Hydra and the configuration of the sweep."""
+        """Yield Hydra, and the configuration of the sweep that it composed."""
         from hydra.types import RunMode
 
         with opened(self.options, configuration.nodes()) as hydra:
@@ -125,8 +127,8 @@ class Multirun:
 
 
 def _settings(folder: Path, typed: Sequence[str]) -> list[str]:
-    """Return the overrides of Hydra's own settings: those that the user ``typed`` and Parallax's. Hydra is set to
-    create no folders and logs, because runs create their own."""
+    """Return the overrides of Hydra's own settings: those ``typed`` by the user, and those that stop Hydra from
+    creating folders and logs, because runs create their own."""
     ours = {
         "hydra.sweep.dir": quoted(str(folder)),
         "hydra.sweep.subdir": "'.'",
@@ -147,7 +149,7 @@ def of_hydra(word: str) -> bool:
 
 
 def plain(word: str) -> str:
-    """Return an override of a point in the form in which a user would type it."""
+    """Return an override of a point as a user would type it."""
     word = word.lstrip("+")
     return word.removesuffix("=null") if word.startswith("~") else word
 
@@ -206,16 +208,17 @@ class _Task:
 
 
 def _own(word: str) -> str:
-    """Return an override of one of Hydra's own settings. Raises :class:`ConfigError` for a setting that users must not
-    change."""
+    """Return ``word``, an override of one of Hydra's own settings. Raises :class:`ConfigError` if users must not change
+    this setting."""
     if word.lstrip("+~").startswith(_FOLDERS):
         refuse(word, "a point is a run of its own, in runs/SWEEP/POINT; accepted is name=SWEEP")
     return word
 
 
 def _typed(others: Sequence[str], options: OptionFolders) -> tuple[str, dict[str, str]]:
-    """Return the name of the sweep, and key → override in Hydra's form for all other overrides, the last of each key.
-    Keys that may be new, as in ``model.kwargs``, get a prefix."""
+    """Return the name of the sweep, and key → override in Hydra's syntax for all other overrides. The last override of
+    a key counts. An override of a value gets the prefix ``++``, because keys as in ``model.kwargs`` may be new to
+    Hydra."""
     name, typed, mistakes = "auto", {}, Mistakes()
     for word in others:
         with mistakes.collecting():
@@ -248,7 +251,8 @@ def _name(word: str, override: Any) -> str:
 def _product(
     hydra: Hydra, config: DictConfig, typed: dict[str, str], options: OptionFolders
 ) -> tuple[tuple[tuple[str, ...], ...] | None, frozenset[str]]:
-    """Return all points of the basic sweeper (None for another sweeper), and the keys that have a single value."""
+    """Return the points of Hydra's basic sweeper, or None for a searching sweeper; and the keys that have a single
+    value."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -294,7 +298,7 @@ def _errors_in_one_line(typed: tuple[str, ...]) -> Iterator[None]:
 
 
 def _shown(error: Exception) -> str:
-    """Return the error's text without the parts for developers of Hydra."""
+    """Return the text of a Hydra error, without the parts that are meant for Hydra's developers."""
     message = " ".join(str(error).split()) or type(error).__name__
     if message.startswith("Error merging override") and error.__cause__ is not None:
         message = f"{message}: {' '.join(str(error.__cause__).split())}"

@@ -1,8 +1,7 @@
 """Find option files: those of Parallax, and those in the user's folders.
 
-``--config-dir DIR`` adds a folder with the layout of ``configs/``. It is the same as Hydra's own
-``hydra.searchpath=[DIR]``, which is passed on with the other overrides. Parallax's own come first, so no user's file of
-the same name hides them.
+``--config-dir DIR`` adds a folder with the layout of ``configs/``. Hydra's own ``hydra.searchpath=[DIR]`` does the
+same. Parallax's files come first, so a user's file of the same name cannot hide them.
 """
 
 from __future__ import annotations
@@ -20,15 +19,16 @@ SEARCHPATH = "hydra.searchpath"
 
 @dataclass(frozen=True)
 class OptionFolders:
-    """The folders of options, Parallax's first, and the latest modification time of each, which validates cached
-    results."""
+    """The folders of option files, Parallax's first. ``versions``: the latest modification time in each folder, by
+    which cached results are recognized as outdated."""
 
     folders: tuple[Path, ...]
     versions: tuple[int, ...]
 
     @classmethod
     def of(cls, overrides: Sequence[str] = ()) -> tuple[OptionFolders, list[str]]:
-        """Return the folders from which overrides may choose, and the overrides that do not add folders."""
+        """Return the folders whose options ``overrides`` may choose, and the overrides without those that add
+        folders."""
         added = [word for word in overrides if adds_folders(word)]
         folders = (_folder(), *(folder for word in added for folder in _folders(word)))
         return cls(folders, _versions(folders)), [
@@ -47,13 +47,14 @@ class OptionFolders:
         return {group: sorted(names) for group, names in found.items()}
 
     def chosen(self, group: str, option: str) -> str:
-        """Return the override that selects an option, in Hydra's form: a group without a default needs a prefix."""
+        """Return the override that selects ``option`` in ``group``, in Hydra's syntax, which requires a prefix if only
+        the user's folders have the group."""
         ours = (self.folders[0] / group).is_dir()
         return f"{group}={option}" if ours else f"+{group}={option}"
 
     @property
     def overrides(self) -> list[str]:
-        """Return the override by which Hydra finds the user's folders; none if there are only Parallax's."""
+        """Return the override that makes Hydra find the user's folders; an empty list without such folders."""
         return [searchpath(*self.folders[1:])] if self.folders[1:] else []
 
 
@@ -89,7 +90,7 @@ def _folders(word: str) -> Iterator[Path]:
 
 
 def folder_of_options(what: str, text: str) -> Path:
-    """Return the folder named by ``text``; errors name the option ``what``."""
+    """Return the existing folder that ``text`` names. Error messages call the option ``what``."""
     try:
         folder = Path(text).expanduser()
         if folder.is_dir():
@@ -105,7 +106,8 @@ def _versions(folders: Sequence[Path]) -> tuple[int, ...]:
 
 
 def _folder() -> Path:
-    """Return the folder of Parallax's options: ``configs`` in the installed package, or beside it in a checkout."""
+    """Return the folder of Parallax's own options: ``configs`` in the installed package, or beside the package in a
+    checkout."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "configs", package.parent / "configs"):
         if (folder / "config.yaml").is_file():

@@ -16,8 +16,8 @@ CFG = ("job", "hydra", "all")
 
 
 def settings_text(overrides: Sequence[str], cfg: str, *, resolve: bool, package: str | None) -> str:
-    """Return the settings of ``overrides`` as YAML: those of the job, of Hydra, or all; ``package`` selects a part.
-    Invalid overrides raise as they do for a run."""
+    """Return the settings of ``overrides`` as YAML. ``cfg``: job for the run's settings, hydra for Hydra's, all for
+    both. ``package``: the key of a part to return alone. Invalid overrides raise as they do for a run."""
     tree: Any = {}
     job = [word for word in overrides if not of_hydra(word) or adds_folders(word)]
     compose(job)

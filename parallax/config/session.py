@@ -17,9 +17,10 @@ Nodes = dict[tuple[str, str], dict[str, Any]]
 
 @contextlib.contextmanager
 def opened(options: OptionFolders, nodes: Nodes) -> Iterator[Hydra]:
-    """Yield Hydra for ``options``; its globals are restored afterwards, since the caller may be a Hydra program.
+    """Yield a Hydra that knows ``options`` and ``nodes``. Its global state is restored afterwards, since the caller may
+    be a Hydra program.
 
-    The ``nodes``, the dataclasses' defaults, are plain data, because OmegaConf's typed nodes support neither frozen
+    ``nodes`` holds the defaults of the dataclasses as plain data. OmegaConf's typed nodes would support neither frozen
     classes nor ``int | str | list[int]``, and would raise their own errors in place of Parallax's.
     """
     import hydra

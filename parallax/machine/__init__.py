@@ -1,1 +1,1 @@
-"""This machine: its devices, cores, memory and links, and checks of them."""
+"""Find and measure this machine's devices, cores, memory and links, and check them before a run."""

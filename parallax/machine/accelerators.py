@@ -1,8 +1,9 @@
-"""Registry of accelerator kinds, by the names of torch's devices.
+"""Registry of the kinds of accelerators, by torch's name for the device.
 
-A custom kind is registered in every process that plans or trains::
+To add a kind, register it in every process that plans or trains::
 
-    register_accelerator(MyAccelerator("mine"))            # torch.device("mine", 0), cluster.kind=mine"""
+    register_accelerator(MyAccelerator("mine"))            # torch.device("mine", 0), cluster.kind=mine
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ _KNOWN: dict[str, Accelerator] = {
 
 
 def register_accelerator(accelerator: Accelerator) -> None:
-    """Register a kind of device for ``cluster.kind``, and for all code that runs on one."""
+    """Register a kind of accelerator under its name, so that ``cluster.kind`` accepts it."""
     _KNOWN[accelerator.kind] = accelerator
 
 
@@ -46,7 +47,7 @@ def device_sensors(device: torch.device) -> Callable[[], tuple[float | None, flo
 
 
 def accelerator_named(kind: str) -> Accelerator:
-    """Return the accelerator of a kind; raise :class:`ConfigError` if it is not registered."""
+    """Return the accelerator registered for ``kind``. Raises :class:`ConfigError` if there is none."""
     if kind not in _KNOWN:
         raise ConfigError(
             f"devices of kind {printable(kind)} are not known: use cpu, {', '.join(known_kinds())}, or "
@@ -73,14 +74,16 @@ def present_kind() -> str | None:
 
 
 def present_devices(kind: str | None = None) -> tuple[DeviceFacts, ...]:
-    """Return the devices of ``kind``, or of the present kind, that torch sees here. No device memory is allocated."""
+    """Return the devices of ``kind`` (default: the present kind) that torch sees, without allocating device memory."""
     kind = kind or present_kind()
     return accelerator_named(kind).devices() if kind is not None else ()
 
 
 def unusable_device() -> tuple[str, str] | None:
-    """Return the problem and the remedy for a device that torch cannot use; None if there is no such device. Hidden
-    devices, and devices that this process may not open, are ignored."""
+    """Return the problem and the remedy if this host has an NVIDIA device that torch cannot use; None otherwise.
+
+    Devices that are hidden (CUDA_VISIBLE_DEVICES) or that this process may not open are ignored.
+    """
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip()
     shown = first.isdecimal() or first.startswith(("GPU-", "MIG-"))
     usable = os.access(NVIDIA_DEVICE, os.R_OK | os.W_OK)
@@ -93,8 +96,11 @@ def unusable_device() -> tuple[str, str] | None:
 
 
 def select_device(kind: str, local_rank: int) -> torch.device:
-    """Select and return the device of a local rank; several ranks may share one. Set the environment variables of
-    its kind that are unset: libraries read them at first use, and torchrun does not set them."""
+    """Select and return the device of the rank ``local_rank`` of this host. Several ranks may share one.
+
+    Environment variables that this kind of device needs are set first unless they are set already: libraries read them
+    at first use, and torchrun does not set them.
+    """
     if kind == "cpu":
         return torch.device("cpu")
     os.environ.update(unset_variables(kind))
@@ -104,7 +110,7 @@ def select_device(kind: str, local_rank: int) -> torch.device:
 
 
 class OwnDevice(NamedTuple):
-    """The device of one rank. ``identity``: unique over all hosts; '' if torch provides none."""
+    """The device of one rank. ``identity`` is unique over all hosts, or '' if torch provides none."""
 
     kind: str
     identity: str
@@ -113,10 +119,11 @@ class OwnDevice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RanksDevices:
-    """The devices, of one ``kind``, of the ranks of a run.
+    """The devices of all ranks of a run, all of one ``kind``.
 
-    ``present``: the number of devices on this host. ``apart``: at least two ranks of the run have different devices.
-    ``shares``: for each rank on this host, the bytes of its device and the number of ranks that share it.
+    ``present`` is the number of devices on this host that ranks use. ``apart``: at least two ranks of the run have
+    different devices. ``shares`` gives, for each rank on this host, the bytes of its device and the number of ranks
+    that share the device.
     """
 
     kind: str
@@ -126,8 +133,11 @@ class RanksDevices:
 
     @classmethod
     def collect(cls, found: Sequence[OwnDevice | None], here: Sequence[int]) -> RanksDevices | None:
-        """Return the devices of the ranks. ``found``: the device of each rank of the run. ``here``: the ranks on this
-        host. None if a rank has no device or one of another kind, or if a device's identity is unknown."""
+        """Return the devices of all ranks, or None if that is impossible.
+
+        ``found`` is the device of each rank of the run, and ``here`` the ranks on this host. The result is None if a
+        rank has no device, if the kinds differ, or if the identity of a device is unknown.
+        """
         known = [each for each in found if each is not None and each.identity]
         if len(known) < len(found) or len({each.kind for each in known}) != 1:
             return None
@@ -144,19 +154,21 @@ _of_ranks: RanksDevices | None = None
 
 
 def set_ranks_devices(found: RanksDevices | None) -> None:
-    """Set the devices for all planning in this process. A rank may see fewer devices than its host has, or only its
-    own. None: plan for the devices that this process sees."""
+    """Set the devices for which this process plans. None: plan for the devices that this process sees.
+
+    A rank may see only some of the devices of its host, so the ranks collect them together.
+    """
     global _of_ranks
     _of_ranks = found
 
 
 def ranks_devices(kind: str) -> RanksDevices | None:
-    """Return the devices that :func:`set_ranks_devices` set if they are of ``kind``; otherwise None."""
+    """Return the devices set by :func:`set_ranks_devices`, or None if there are none or of another kind."""
     return _of_ranks if _of_ranks is not None and _of_ranks.kind == kind else None
 
 
 def find_own_device(kind: str, index: int) -> OwnDevice | None:
-    """Return the identity of a device that this process sees; None for a CPU, or if there is no device of the kind."""
+    """Return a device that this process sees; None for a CPU, or if there is no device of this kind."""
     facts = present_devices(kind) if kind != "cpu" else ()
     if not facts:
         return None
@@ -165,15 +177,17 @@ def find_own_device(kind: str, index: int) -> OwnDevice | None:
 
 
 def own_device(kind: str) -> torch.device:
-    """Return the device of ``kind`` that this process uses: the first, unless another was selected."""
+    """Return the device of ``kind`` that this process uses: the selected one, by default the first."""
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device(kind, torch.accelerator.current_device_index())
 
 
 def computing_on(device: torch.device) -> torch.device:
-    """Return ``device`` with its index, and select it for this process: generators, messages and memory passed to
-    other libraries use the selected device. A CPU is returned as it is."""
+    """Select ``device`` for this process, and return it with its index. A CPU is returned unchanged.
+
+    Generators, messages and memory passed to other libraries use the selected device.
+    """
     if device.type == "cpu":
         return device
     found = own_device(device.type) if device.index is None else device
@@ -182,8 +196,10 @@ def computing_on(device: torch.device) -> torch.device:
 
 
 def limit_device_memory(device: torch.device, limit_bytes: int) -> None:
-    """Make torch reject allocations of this process on an accelerator beyond ``limit_bytes``: the plan was proved to
-    fit, and other ranks may share the device. On a CPU this is a no-op; its ranks' memory has other checks."""
+    """Make torch reject allocations of this process on an accelerator beyond ``limit_bytes``.
+
+    The plan fits into this limit, and other ranks may share the device. A no-op on a CPU, where other checks apply.
+    """
     if device.type != "cpu":
         torch.accelerator.empty_cache()  # frees cached memory of measurements: other ranks may share the device
         accelerator_of(device).limit_memory(device, limit_bytes)

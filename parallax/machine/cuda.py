@@ -1,4 +1,4 @@
-"""CUDA's own functions, and ROCm's under the same names; everything else is in torch.accelerator."""
+"""The accelerator for CUDA, and for ROCm, whose functions have the same names in torch."""
 
 from __future__ import annotations
 
@@ -33,8 +33,11 @@ class Cuda(Accelerator):
 
     @property
     def reserve_bytes(self) -> int:
-        """Bytes of cuBLAS workspaces (one per handle: of the forward and of the backward thread) and of the unused part
-        of the allocator's last segment, which counts towards the allocator's limit."""
+        """Bytes of cuBLAS workspaces, and of the unused part of the allocator's last segment.
+
+        There is one workspace per handle: one of the forward thread and one of the backward thread. The unused part
+        counts towards the allocator's limit.
+        """
         return super().reserve_bytes + _HANDLES * _WORKSPACE_BYTES + _PIECES_BYTES
 
     @property
@@ -57,8 +60,10 @@ class Cuda(Accelerator):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Settings for expandable segments, so that tensors of many sizes leave no gaps between segments, and for few
-        NCCL channels, whose buffers the plan counts."""
+        """Settings that avoid fragmentation (expandable segments), and settings for few NCCL channels.
+
+        The plan counts the buffers of the configured channels.
+        """
         known_before = (
             "PYTORCH_CUDA_ALLOC_CONF" in os.environ
         )  # the variable's name in older versions
@@ -73,8 +78,11 @@ class Cuda(Accelerator):
         return {name: given[name] if name in numbers else str(usual[name]) for name in usual}
 
     def arena(self, device: torch.device, count: int, remedy: str) -> Arena:
-        """Return registered pages: torch's pinned allocator would round up to a power of two. ``device`` is made
-        current for the runtime calls, which would create a context on another device otherwise."""
+        """Return host pages registered with the CUDA runtime.
+
+        torch's pinned allocator would round their size up to a power of two. ``device`` is made current for the runtime
+        calls, which would otherwise create a context on another device.
+        """
         runtime = torch.cuda.cudart()
 
         def register(address: int, size: int) -> int:
@@ -95,7 +103,7 @@ class Cuda(Accelerator):
         )
 
     def sensors(self, device: torch.device) -> tuple[float | None, float | None]:
-        """Ask NVML, through torch; it needs the package nvidia-ml-py."""
+        """Return temperature and power as NVML reports them through torch, which needs the package nvidia-ml-py."""
         try:
             return float(torch.cuda.temperature(device)), torch.cuda.power_draw(device) / 1000
         except Exception:  # of torch, NVML or its package; the calling thread must continue
@@ -108,7 +116,7 @@ class Cuda(Accelerator):
     def allocation_history(
         self, path: Path, device: torch.device, entries: int
     ) -> tuple[Callable[[], None], Callable[[], None]] | None:
-        """Use torch's memory history. The file is a pickle, which Parallax never reads."""
+        """Record with torch's memory history. The written file is a pickle, which Parallax never reads."""
 
         def start() -> None:
             torch.cuda.memory._record_memory_history(max_entries=entries, device=device)
@@ -133,8 +141,11 @@ class Cuda(Accelerator):
 
 
 def pin(runtime: Any, address: int, size: int) -> int:
-    """Pin host memory; return the runtime's error code, 0 for success. After a failure, a kernel is launched to clear
-    the error, because the runtime would report it again at the next launch."""
+    """Pin host memory and return the runtime's error code, 0 for success.
+
+    After a failure, a kernel is launched to clear the error, because the runtime would report it again at the next
+    launch.
+    """
     code = int(runtime.cudaHostRegister(address, size, _ALL_CONTEXTS))
     if code and torch.cuda.is_initialized():
         with contextlib.suppress(RuntimeError):

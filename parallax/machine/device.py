@@ -1,7 +1,7 @@
 """Streams, events and pinned memory of a device, with no-op equivalents for a CPU.
 
-Callers never distinguish devices. On a CPU every copy is finished when it returns, so the null event is always done and
-waiting for it is a no-op. So all logic above this file is tested without a GPU.
+Callers never distinguish devices. On a CPU every copy is finished when it returns, so its event is always done and
+waiting for it is a no-op. So the code above this module is tested without a GPU.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from parallax.machine.pinned import PINNING_REMEDY, Arena, PlainArena
 
 
 def no_delay() -> float:
-    """Return 0, the seconds by which a transfer is delayed. Tests for missing waits pass random delays instead."""
+    """Return 0: copies are not delayed. Tests pass random delays in seconds instead, to reveal missing waits."""
     return 0.0
 
 
 class Event(Protocol):
-    """A point in a stream."""
+    """A point in a stream's queue of work."""
 
     def done(self) -> bool:
-        """Whether all work before this point has finished."""
+        """Return whether all work before this point has finished."""
 
     def wait_host(self) -> None:
         """Block this thread until the event is done."""
@@ -37,7 +37,7 @@ class Event(Protocol):
         """Make ``stream``, or the current compute stream, wait for the event."""
 
     def seconds(self) -> float:
-        """Duration in seconds of the copy that this event ends; valid once it is done."""
+        """Return the seconds that the copy before this event took; valid once the event is done."""
 
 
 class DoneEvent:
@@ -57,7 +57,7 @@ class DoneEvent:
 
 
 class TimedEvent(DoneEvent):
-    """The event of a copy that had finished when the call returned, with its duration."""
+    """The event of a synchronous copy, with the seconds that the copy took."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -67,12 +67,14 @@ class TimedEvent(DoneEvent):
 
 
 Stalls = list[tuple[torch.Event, torch.Event]]
-"""Before and after each wait of the compute stream for something that was not over."""
+"""The events before and after each wait of the compute stream for unfinished work."""
 
 
 class StallLog:
-    """Records a pair of device events around each wait of the compute stream, to measure its stalls. It records only
-    after the first call of :meth:`take_stalls`: if no caller took the events, they would accumulate."""
+    """Records a pair of device events around each wait of the compute stream, to measure how long it stalls.
+
+    Recording starts with the first call of :meth:`take_stalls`: if no caller took the events, they would accumulate.
+    """
 
     def __init__(self) -> None:
         self._pairs: Stalls = []
@@ -106,7 +108,6 @@ class StreamEvent:
         self._event.record(stream)
 
     def done(self) -> bool:
-        """Whether the stream has passed the event."""
         return self._event.query()
 
     def wait_host(self) -> None:
@@ -122,15 +123,15 @@ class StreamEvent:
 
 
 Pair = tuple[torch.Event, torch.Event]
-"""Before and after a copy."""
+"""The events before and after a copy."""
 
 
 class CopyEvent:
-    """The end of a copy.
+    """The event at the end of a copy, which also measures the copy's seconds.
 
-    Its two events come from a ``pool``, because a driver takes longer to make an event than to record one. They return
-    to the pool as soon as a thread has seen the end of the copy. Another thread that is about to use them may then wait
-    for the next copy that uses them: later than necessary, but correct.
+    It uses two device events from a ``pool``, because a driver takes longer to create an event than to record one. They
+    return to the pool when a thread sees that the copy has ended. If another thread is about to wait for them, it may
+    then wait for the next copy that uses the same events: later than necessary, but correct.
     """
 
     def __init__(
@@ -141,7 +142,6 @@ class CopyEvent:
         self._seconds = 0.0
 
     def done(self) -> bool:
-        """Whether the stream has passed the end of the copy."""
         if self._pairs:
             if not self._end.query():
                 return False
@@ -154,7 +154,7 @@ class CopyEvent:
             self._return_events()
 
     def wait_stream(self, stream: torch.Stream | None = None) -> None:
-        """Make ``stream``, or the current stream, wait for the copy, and record the wait in ``stalls``."""
+        """Make ``stream``, or the current stream, wait for the copy, and record the wait in the stall log."""
         if not self.done():
             waiting = stream or torch.accelerator.current_stream(self._index)
             self._stalls.wait(waiting, self._end)
@@ -170,23 +170,29 @@ class CopyEvent:
 
 
 class FileStaging(Protocol):
-    """Host buffers through which device tensors pass to and from a file, piece by piece, on the thread that accesses
-    the file. ``ready`` is the event that the training thread recorded when it requested the transfer."""
+    """Host buffers through which device tensors are copied to and from a file in pieces.
+
+    The methods are called by the thread that accesses the file. ``ready`` is the event that the training thread
+    recorded when it requested the transfer.
+    """
 
     waste_bytes: int
 
     def to_host(self, data: Tensor, ready: Event, /) -> Iterator[Tensor]:
-        """Yield the pieces of ``data``, each valid until the next is requested."""
+        """Yield ``data`` in pieces of host memory. Each piece is valid until the next one is requested."""
 
     def to_device(self, target: Tensor, ready: Event, /) -> Iterator[Tensor]:
-        """Yield pieces to fill; a filled piece is in ``target`` when the next is requested."""
+        """Yield pieces of host memory for the caller to fill.
+
+        Each is copied to ``target`` before the next one is yielded.
+        """
 
     def close(self) -> None:
         """Release the buffers."""
 
 
 class DirectFileStaging:
-    """Staging for a CPU: the pieces of the tensor itself."""
+    """The staging of a CPU, which needs no buffers: the pieces are views of the tensor."""
 
     waste_bytes = 0
 
@@ -209,8 +215,10 @@ _WAITED_FOR = (
 
 
 class StagingRing:
-    """Pinned host buffers, one per thread. They are allocated only once, because pinning takes milliseconds. Tensors
-    that are not on ``device``, such as optimizer states, are passed through without a buffer and without a wait."""
+    """Pinned host buffers, one per thread, allocated once because pinning takes milliseconds.
+
+    Tensors that are not on ``device``, such as optimizer states in host memory, need no buffer and no wait.
+    """
 
     def __init__(
         self, copies: CopyEngine, device: torch.device, buffers: int, piece_bytes: int
@@ -223,7 +231,7 @@ class StagingRing:
             self._free.put(buffer)
 
     def to_host(self, data: Tensor, ready: Event) -> Iterator[Tensor]:
-        """Copy each piece to the host and wait for it."""
+        """Copy each piece to a host buffer, wait for the copy, and yield the buffer."""
         if data.device.type != self._device.type:
             yield from data.split(self._piece)
             return
@@ -238,7 +246,7 @@ class StagingRing:
             self._free.put(buffer)
 
     def to_device(self, target: Tensor, ready: Event) -> Iterator[Tensor]:
-        """Copy each filled piece to the device and wait for it, because the buffer is filled again."""
+        """Yield a buffer for each piece, then copy the filled buffer to the device and wait for the copy."""
         if target.device.type != self._device.type:
             yield from target.split(self._piece)
             return
@@ -259,39 +267,41 @@ class StagingRing:
 
 
 class CopyEngine(Protocol):
-    """Copies between device and host memory, concurrently with the compute stream."""
+    """The interface for copies between device and host memory that run concurrently with the compute stream."""
 
     def arena(self, count: int) -> Arena:
-        """Allocate ``count`` host bytes from and to which copies run at full speed."""
+        """Allocate ``count`` bytes of host memory, pinned if the device needs that for copies at full speed."""
 
     def file_staging(self, buffers: int, piece_bytes: int, /) -> FileStaging:
-        """Return staging for transfers between the device and files, for ``buffers`` threads."""
+        """Return the staging buffers of ``buffers`` threads for transfers between the device and files."""
 
     def mark(self) -> Event:
         """Return an event at the end of all work queued on the compute stream."""
 
     def copy(self, source: Tensor, target: Tensor, after: Event | None = None) -> Event:
-        """Start a copy after the event ``after``, or after all work queued on the compute stream; return the event at
-        the copy's end."""
+        """Start a copy and return the event at its end.
+
+        The copy begins after the event ``after``; by default, after all work queued on the compute stream.
+        """
 
     def compute_stream_context(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
-        """Return a function that makes, on any thread, a context of the present compute stream."""
+        """Return a function that creates contexts, on any thread, of the current compute stream."""
 
     def bind_thread(self) -> None:
-        """Make this device the current one of the calling thread."""
+        """Make this engine's device the current device of the calling thread."""
 
     def synchronize(self) -> None:
-        """Wait for all work of the device."""
+        """Wait for all work queued on the device."""
 
     def take_stalls(self) -> Stalls:
-        """Return the waits of the compute stream since the last call."""
+        """Return the event pairs around each wait of the compute stream since the last call."""
 
     def on_own_streams(self) -> CopyEngine:
-        """Return an engine with streams of its own, whose copies do not queue behind the copies of this one."""
+        """Return an engine with separate streams, whose copies do not queue behind the copies of this engine."""
 
 
 class CpuCopies:
-    """Host-to-host copies, finished on return."""
+    """The copy engine of a CPU. Each copy is finished when the call returns."""
 
     def arena(self, count: int) -> Arena:
         return PlainArena(count)
@@ -325,8 +335,11 @@ class CpuCopies:
 
 
 class StreamCopies:
-    """One stream for each direction, so that offloads and prefetches do not queue behind each other. ``delay``
-    delays each copy on its stream, to reveal a missing wait."""
+    """The copy engine of an accelerator, with one stream per direction so that offloads and prefetches run
+    concurrently.
+
+    ``delay`` returns seconds by which each copy is delayed on its stream, to reveal missing waits in tests.
+    """
 
     def __init__(
         self,
@@ -354,8 +367,10 @@ class StreamCopies:
         return StreamEvent(torch.accelerator.current_stream(self._index))
 
     def copy(self, source: Tensor, target: Tensor, after: Event | None = None) -> Event:
-        """Copy asynchronously; the caller keeps both tensors until the event is done. Host-to-host copies are
-        synchronous."""
+        """Start an asynchronous copy; the caller keeps both tensors until the event is done.
+
+        Host-to-host copies are synchronous.
+        """
         if source.is_cpu and target.is_cpu:
             begun = time.perf_counter()
             target.copy_(source)
@@ -383,14 +398,18 @@ class StreamCopies:
             return start, end
 
     def compute_stream_context(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
-        """Return a function that makes, on any thread, a context of the present compute stream. Another thread would
-        otherwise use the device's default stream."""
+        """Return a function that creates contexts, on any thread, of the current compute stream.
+
+        Another thread would otherwise use the device's default stream.
+        """
         stream = torch.accelerator.current_stream(self._index)
         return lambda: own_handle(stream)
 
     def bind_thread(self) -> None:
-        """Make this device the current one of the calling thread. A new thread would otherwise use the first device,
-        and create a context there."""
+        """Make this engine's device the current device of the calling thread.
+
+        A new thread would otherwise use the first device, and create a context there.
+        """
         torch.accelerator.set_device_index(self._device)
 
     def synchronize(self) -> None:
@@ -402,15 +421,15 @@ class StreamCopies:
         return self._stalls.take_stalls()
 
     def on_own_streams(self) -> CopyEngine:
-        """Return an engine with its own streams that records stalls in this one's log."""
+        """Return an engine with separate streams that records stalls in the same log."""
         return StreamCopies(self._device, self._delay, self._remedy, self._stalls)
 
 
 def own_handle(stream: torch.Stream) -> torch.Stream:
-    """Return another handle of ``stream``, which only one thread may enter as a context.
+    """Return another handle of ``stream``, for one thread to enter as a context.
 
-    A handle remembers the previous stream of the thread that entered it. If two threads enter one handle, the
-    first to exit would switch to the other thread's stream, and torch before 2.13 rejects the second.
+    A handle remembers the previous stream of the thread that entered it. If two threads enter one handle, the first to
+    exit would switch to the other thread's stream, and torch before 2.13 rejects the second.
     """
     return torch.Stream(
         stream_id=stream.stream_id,
@@ -422,7 +441,7 @@ def own_handle(stream: torch.Stream) -> torch.Stream:
 def copies_for(
     device: torch.device, delay: Callable[[], float] = no_delay, remedy: str = PINNING_REMEDY
 ) -> CopyEngine:
-    """Return the copy engine of a device; ``remedy`` ends error messages about pinned memory."""
+    """Return the copy engine of a device. Error messages about pinned memory end with ``remedy``."""
     return CpuCopies() if device.type == "cpu" else StreamCopies(device, delay, remedy)
 
 

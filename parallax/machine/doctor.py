@@ -1,8 +1,8 @@
-"""``parallax doctor``: the resources of this machine, their speeds, and problems to expect.
+"""``parallax doctor``: report the resources of this machine, their speeds, and problems to expect.
 
-Most failures of a first run are decided before it starts: an unknown limit, a host name that resolves to loopback,
-threads that compete for two cores. Each cause has a check here, and each finding names a remedy. Findings are advice:
-the exit code is 0.
+Most failures of a first run are caused by the machine: a limit, a host name that resolves to loopback, threads that
+compete for two cores. Each cause has a check here, and each finding names a remedy. Findings are advice: the exit code
+is 0.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ REMOTE_FILE_SYSTEMS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The results of all checks; ``probes`` is None if no file can be written."""
+    """The results of all checks. ``probes`` is None if no file can be written to measure the disk."""
 
     devices: list[dict[str, str | int]]
     cores: float
@@ -77,7 +77,7 @@ class Report:
 
 
 def run_doctor(as_json: bool) -> int:
-    """Examine this machine with ``./runs`` as the folder of runs, print the report, and return 0."""
+    """Examine this machine and print the report, with ``./runs`` as the folder of runs. Return 0."""
     report = examine(RUNS)
     if as_json:
         print(json.dumps(asdict(report), indent=2))
@@ -87,8 +87,7 @@ def run_doctor(as_json: bool) -> int:
 
 
 def examine(runs: Path) -> Report:
-    """Return the report of this machine, after reading its limits, measuring it (about two seconds) and running the
-    checks."""
+    """Read this machine's limits, measure it for about two seconds, run the checks, and return the report."""
     findings = [finding for check in (_torch, _devices, _memory, _network) for finding in check()]
     findings += _disk(runs)
     probes = None

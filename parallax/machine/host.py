@@ -1,8 +1,7 @@
-"""Resources of the host that this process may use: cores, memory, and their limits.
+"""Return the cores and memory of the host that this process may use, after all limits.
 
-``/proc/meminfo`` rarely gives the memory that a process may use: containers limit it by control group, batch
-systems by rlimit, and a quota may allow half a core. So every limit in force is read, and the tightest one
-counts.
+``/proc/meminfo`` rarely gives the memory that a process may use: containers limit it by control group, batch systems by
+rlimit, and a quota may allow half a core. So every limit in force is read, and the tightest one counts.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ SMALLEST_TRIM = 2 * 2**20  # bytes of freed memory worth a trim
 
 
 def _cgroup_files(controller: str, v1_name: str, v2_name: str, root: Path) -> Iterator[Path]:
-    """Yield the files with limits for this process, those of its own control group and of all parent groups."""
+    """Yield the files that hold limits of this process: those of its control group and of all parent groups."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -60,8 +59,10 @@ def _cgroup_files(controller: str, v1_name: str, v2_name: str, root: Path) -> It
 
 
 def usable_cores(root: Path = Path("/")) -> float:
-    """Return the cores that this process may use: its affinity mask, reduced by control-group quotas (so it may be
-    1.5)."""
+    """Return the number of cores that this process may use: its affinity mask, reduced by control-group quotas.
+
+    The number may be a fraction such as 1.5.
+    """
     getaffinity = getattr(os, "sched_getaffinity", None)
     cores = float(len(getaffinity(0)) if getaffinity else os.cpu_count() or 1)
     for file in _cgroup_files("cpu", "cpu.cfs_quota_us", "cpu.max", root):
@@ -75,7 +76,7 @@ def usable_cores(root: Path = Path("/")) -> float:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """A limit on memory. ``per_process``: it applies to each rank; otherwise all ranks share it."""
+    """A limit on memory. It applies to each rank if ``per_process``; otherwise all ranks share it."""
 
     name: str
     limit_bytes: int
@@ -105,8 +106,7 @@ def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
 
 
 def _cgroup_used(limit: Path) -> int:
-    """Return the bytes charged to the control group, less the caches that the kernel drops before it kills a
-    process."""
+    """Return the bytes charged to the control group, without caches that the kernel frees before it kills a process."""
     name, caches = "memory.current", ["inactive_file", "active_file", "slab_reclaimable"]
     if limit.name == "memory.limit_in_bytes":
         name, caches = "memory.usage_in_bytes", ["total_inactive_file", "total_active_file"]
@@ -160,21 +160,21 @@ def peak_resident_bytes() -> int:
 
 
 def return_freed_memory() -> bool:
-    """Make glibc return every freed block of 256 KiB or more to the system at once; return whether it could.
+    """Make glibc return every freed block of 256 KiB or more to the system at once; return whether that succeeded.
 
-    By default malloc keeps freed blocks and the gaps between them for reuse, so the process may hold 1.4 times the
-    bytes of its tensors. Returning them costs a page fault for each page of each tensor (a quarter to a half of the
-    step in a small model), so it is used only near a budget. To stay below a limit, :class:`MemoryBound` costs much
-    less. The setting applies to the whole process until it ends: malloc's previous settings cannot be read.
+    By default malloc keeps freed blocks for reuse, so the process may hold 1.4 times the bytes of its tensors.
+    Returning them costs a page fault for each page of each tensor, a quarter to a half of the step of a small model, so
+    this is used only near a memory budget. :class:`MemoryBound` costs much less if a limit is enough. The setting
+    applies to the whole process and cannot be undone, because malloc's previous settings cannot be read.
     """
     return _set_malloc({_M_MMAP_THRESHOLD: RETURNED_BYTES, _M_TRIM_THRESHOLD: _USUAL_TRIM_BYTES})
 
 
 def fresh_memory_seconds() -> float:
-    """Return the processor seconds per byte of allocating memory from the system and returning it: page faults,
-    zeroing, unmapping.
+    """Return the CPU seconds per byte of allocating memory from the system and freeing it (page faults, zeroing,
+    unmapping).
 
-    It is the minimum over several mappings, each less the time of a second write to the same pages.
+    The result is the minimum over several mappings. The time of a second write to the same pages is subtracted.
     """
     found = []
     for _ in range(_TOUCHES):
@@ -191,10 +191,10 @@ def fresh_memory_seconds() -> float:
 
 
 def use_one_arena() -> bool:
-    """Make glibc serve all threads that start later from the main thread's arena; return whether it could.
+    """Make glibc serve all threads started later from the main thread's arena; return whether that succeeded.
 
-    malloc_trim shrinks the end of that arena only; other arenas would keep up to 64 MiB of freed memory each.
-    Process-wide.
+    malloc_trim shrinks the end of that arena only; other arenas would keep up to 64 MiB of freed memory each. The
+    setting applies to the whole process.
     """
     return _set_malloc({_M_ARENA_MAX: 1})
 
@@ -202,10 +202,11 @@ def use_one_arena() -> bool:
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory for reuse, in a process that repeats the same computation.
 
-    glibc returns the end of its heap when twice the largest block freed so far is free there: a few MiB in a
-    small model. Then each page of the next block faults, so that a step with recomputation took 1.17 times as
-    long. So one block of 16 MiB is freed here. Long-lived tensors such as weights are best allocated before:
-    later they would lie between freed blocks and fragment them."""
+    By default, glibc returns the end of its heap when the free memory there reaches twice the largest block freed so
+    far, a few MiB in a small model. Then each page of the next block faults, so that a step with recomputation took
+    1.17 times as long. To raise this threshold, one block of 16 MiB is freed here. Allocate long-lived tensors such as
+    weights before: otherwise they would lie between freed blocks and fragment them.
+    """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -221,8 +222,10 @@ def _set_malloc(settings: dict[int, int]) -> bool:
 
 
 def data_bytes() -> int:
-    """Return the resident memory of this process, except pages of files, shared memory, and memory in
-    :func:`outside_device_memory`. It takes a few microseconds."""
+    """Return the resident memory that holds data of this process, within a few microseconds.
+
+    Pages of files, shared memory, and memory in :func:`outside_device_memory` are excluded.
+    """
     try:
         file = os.open("/proc/self/statm", os.O_RDONLY)
         try:
@@ -235,23 +238,24 @@ def data_bytes() -> int:
 
 
 class MemoryBound:
-    """Keeps the memory of this process below a bound, the line, by returning freed memory that malloc holds for reuse.
+    """Keeps the memory of this process below a bound, by returning freed memory that malloc holds for reuse to the
+    system.
 
     ::
 
-            data_bytes ▲     line ────────────────────────
-                       │        ╱│  ╱│     below the line, memory that malloc keeps costs nothing;
-                       │     ╱   │╱  │╱    near the line, all of it is returned (``malloc_trim``)
+            data_bytes ▲     bound ───────────────────────
+                       │        ╱│  ╱│     below the bound, memory that malloc keeps costs nothing;
+                       │     ╱   │╱  │╱    near the bound, all of it is returned (``malloc_trim``)
                        │  ╱  tensors
                        └───────────────────▶ calls of :func:`relieve_memory`
 
-    A loop that stays below the line has no extra cost. A loop at the line has page faults only for pages that were
-    returned and are used again. Memory grows unobserved between two calls, so it is trimmed ahead of the line by its
-    recent growth between calls, at most a sixteenth of the allowance. If tensors alone reach the line, a trim must free
-    at least 2 MiB, or a 256th of the allowance.
+    A loop that stays below the bound has no extra cost. A loop that reaches it has page faults only for pages that were
+    returned and are used again. Memory grows unobserved between two calls, so a trim happens ahead of the bound, by the
+    recent growth between calls (at most a sixteenth of ``growth_bytes``). If tensors alone reach the bound, a trim must
+    free at least 2 MiB, or a 256th of ``growth_bytes``.
 
-    The bounds of a process add up while they are open at the same time. No setting of malloc is changed, so
-    closing the last bound leaves nothing behind.
+    The ``growth_bytes`` of all open bounds of a process are added. No setting of malloc is changed, so closing the last
+    bound restores the default behaviour.
     """
 
     def __init__(self, growth_bytes: int) -> None:
@@ -270,12 +274,14 @@ class MemoryBound:
         self._high_water = peak_resident_bytes()
 
     def note(self, now: int) -> None:
-        """Raise the peak to ``now``."""
+        """Raise the observed peak to ``now``."""
         self._most = max(self._most, now)
 
     def peak_bytes(self) -> int:
-        """Return the peak of :func:`data_bytes` until the bound was closed: the kernel's high-water mark if it rose
-        since the bound was opened, otherwise the largest observed value."""
+        """Return the peak of :func:`data_bytes` from the opening of the bound until it was closed.
+
+        It is the kernel's high-water mark if that rose meanwhile, otherwise the largest observed value.
+        """
         if self not in _bounds:
             return self._most
         now, high_water = data_bytes(), peak_resident_bytes()
@@ -285,7 +291,7 @@ class MemoryBound:
         return self._most
 
     def close(self) -> None:
-        """Stop bounding. A second call is a no-op."""
+        """Remove the bound. A second call is a no-op."""
         self.peak_bytes()
         if self in _bounds:
             _bounds.remove(self)
@@ -293,7 +299,9 @@ class MemoryBound:
 
 
 class _FreedMemory:
-    """State shared by all open bounds: the common line, and the times of trims."""
+    """State shared by all open :class:`MemoryBound` objects: the sum of
+    their bounds, and the memory at the last check.
+    """
 
     def __init__(self) -> None:
         self._base = self._seen = self._step = self._tensors = self._handled = 0
@@ -308,11 +316,11 @@ class _FreedMemory:
         return self._base + self._growth()
 
     def move_line(self) -> None:
-        """Adapt the common line, and the interval between checks, to the open bounds."""
+        """Adapt the number of bytes between two checks to the open bounds."""
         self._check_after = max(LOOK_BYTES, (self.line_bytes() - self._seen) // 16)
 
     def is_due(self, handled: int | None) -> bool:
-        """Whether memory should be checked now."""
+        """Return whether memory should be checked now, after ``handled`` more bytes of tensors."""
         if handled is None:
             return True
         self._handled += handled
@@ -343,24 +351,24 @@ _freed = _FreedMemory()
 
 
 def memory_is_bounded() -> bool:
-    """Whether a :class:`MemoryBound` is open."""
+    """Return whether a :class:`MemoryBound` is open."""
     return bool(_bounds)
 
 
 def relieve_memory(handled: int | None = None, *, coming: int = 0) -> None:
-    """Return freed memory to the system if a :class:`MemoryBound` is open and the memory of this process is near the
-    bound.
+    """Return freed memory to the system if a :class:`MemoryBound` is open and this process is near the bound.
 
-    Call it often while memory grows: when autograd saves a tensor, when one is loaded, after a block. ``handled``:
-    bytes of tensors since the last call, if known; memory is then checked once per MiB of them, and less often far from
-    the bound. ``coming``: bytes that other threads are about to allocate.
+    Call this often while memory grows: when autograd saves a tensor, when a tensor is loaded, after a block.
+    ``handled`` is the number of bytes of tensors since the last call, if known; then memory is checked once per MiB of
+    tensors, or less often far from the bound. ``coming`` is the number of bytes that other threads are about to
+    allocate.
     """
     if _bounds and _freed.is_due(handled):
         _freed.check(coming)
 
 
 def trim_freed_memory() -> bool:
-    """Return every whole page of freed memory of all malloc arenas to the system; return whether glibc could."""
+    """Return all whole freed pages of all malloc arenas to the system; return whether glibc supports that."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
         return True
@@ -368,7 +376,7 @@ def trim_freed_memory() -> bool:
 
 
 def reset_peak_resident() -> bool:
-    """Reset :func:`peak_resident_bytes`; False if the system cannot, so that the peak only grows."""
+    """Reset :func:`peak_resident_bytes`; return False if the system cannot, so that the peak only grows."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -377,11 +385,11 @@ def reset_peak_resident() -> bool:
 
 
 class ResidentMeter:
-    """Measures the peak memory for data of this process since the meter was created.
+    """Measures the peak memory that holds data of this process since the meter was created.
 
-    Pages of files (code of an operator's first use, the text of training rows) are excluded, because the system can
-    reclaim them; so is memory :func:`outside_device_memory`. The kernel keeps one high-water mark for all pages, so
-    each reading covers the time since the last reading of any meter.
+    Pages of files (program code, the text of training rows) are excluded, because the system can reclaim them. Memory
+    in :func:`outside_device_memory` is excluded, too. The kernel keeps one high-water mark for all pages, so each
+    reading covers the time since the last reading of any meter.
     """
 
     def __init__(self) -> None:
@@ -397,12 +405,12 @@ class ResidentMeter:
             return self._peak
 
     def note(self, high_water: int) -> None:
-        """Raise the peak to the high-water mark ``high_water``, less the bytes at the start."""
+        """Raise the peak to the high-water mark ``high_water``, minus the bytes in use when the meter was created."""
         self._peak = max(self._peak, high_water - self._base)
 
 
 class _OutsideMemory:
-    """Bytes of this process that do not belong to a stage, and the meters of stages that subtract these bytes."""
+    """The bytes of this process that belong to no stage, and the meters that must subtract these bytes."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -432,10 +440,11 @@ def _update_meters() -> None:
 
 @contextlib.contextmanager
 def outside_device_memory(change: int) -> Iterator[None]:
-    """A context in which ``change`` bytes become resident (or are freed, if negative) that the meters must not count.
+    """A context for allocating or freeing memory that must not count as memory of the device.
 
-    On a machine whose RAM serves as host and device, these bytes belong to the host. Up to the same amount of memory
-    that other threads allocate and free meanwhile may not be metered.
+    ``change`` is the number of bytes allocated, negative if they are freed. On a machine whose RAM serves as host and
+    device, these bytes belong to the host. If other threads allocate and free memory meanwhile, up to ``change`` bytes
+    of it may not be metered.
     """
     with _outside.lock:
         if change > 0:
@@ -459,7 +468,9 @@ def boot_identity() -> str:
 
 
 def host_identity() -> str:
-    """Return a text that is equal for two processes exactly if they can signal each other and connect over loopback."""
+    """Return a text that is equal for two processes if and only if they
+    can signal each other and connect over loopback.
+    """
     parts = [socket.gethostname(), boot_identity()]
     for read in (
         lambda: os.readlink("/proc/self/ns/pid"),
@@ -471,13 +482,17 @@ def host_identity() -> str:
 
 
 def node_name() -> str:
-    """Return the name of this node: Slurm's if it started this process, else the host name."""
+    """Return the name of this node: the name that Slurm gives it if Slurm
+    started this process, otherwise the host name.
+    """
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def own_address(other: str) -> str:
-    """Return this host's address on the route to ``other``; empty if that is loopback or there is no route. No packet
-    is sent."""
+    """Return this host's address on the route to ``other``; '' if that is loopback or if there is no route.
+
+    No packet is sent.
+    """
     with contextlib.suppress(OSError):
         if not other:
             return ""
@@ -490,7 +505,7 @@ def own_address(other: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Return the network interface that has ``address``; empty if none has."""
+    """Return the network interface that has ``address``, or ''."""
     for name, entries in psutil.net_if_addrs().items() if address else ():
         if address in (entry.address for entry in entries):
             return name

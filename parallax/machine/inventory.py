@@ -1,8 +1,8 @@
-"""Write the present machines as a ``cluster`` option, so that runs can be planned for them on another machine.
+"""Write the machines found here as a ``cluster`` option, so that runs can be planned for them on another machine.
 
-On a Slurm login node, Slurm's controller lists all nodes (``sinfo``). Inside a job, and without Slurm, this host
-is examined. The kind and the number of devices are taken from there, and the hosts' memory and disk. The catalog
-knows memory, speed and links of each kind. The network between nodes is unknown.
+On a Slurm login node, Slurm lists all nodes (``sinfo``). Inside a job, and without Slurm, this host is examined. This
+gives the kind and the number of devices, and the memory and disk of the hosts. The catalog of devices adds the memory,
+speed and links of each kind. The network between nodes remains unknown.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ _SLICE = re.compile(r"\d+g\.\d+gb")  # a MIG slice, which is not in the catalog
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A host: the number of its ``devices`` of one ``kind`` of the catalog, and its bytes of memory and disk (0:
-    unknown)."""
+    """A host with ``devices`` devices of one ``kind`` of the catalog. Memory and disk are in bytes, 0 if unknown."""
 
     name: str
     kind: str
@@ -43,8 +42,8 @@ class Host:
 
 
 def write_cluster(path: Path) -> list[str]:
-    """Write a ``cluster`` option with the hosts found into ``path``, a YAML file; return lines of text that list the
-    hosts.
+    """Find the hosts and write them as a ``cluster`` option into the YAML file ``path``; return lines of text about
+    them.
 
     Raises :class:`ConfigError` if the devices are unknown or not in the catalog.
     """
@@ -68,15 +67,17 @@ def write_cluster(path: Path) -> list[str]:
 
 
 def _find_hosts() -> tuple[list[Host], str]:
-    """Return all hosts, and the source of this list. Inside a Slurm job the host itself is examined, because only it
-    knows its part of the devices."""
+    """Return all hosts, and a text with the source of this list.
+
+    Inside a Slurm job this host is examined, because Slurm's list does not show which devices belong to the job.
+    """
     if shutil.which("sinfo") is None or "SLURM_JOB_ID" in os.environ:
         return [this_host()], "this host"
     return slurm_hosts(_sinfo()), "Slurm"
 
 
 def this_host() -> Host:
-    """Return the usable devices of this host."""
+    """Return this host with its usable devices."""
     memory, disk = available_memory(), disk_free_bytes(Path.cwd())
     devices = present_devices()
     if not devices:
@@ -107,8 +108,11 @@ def _sinfo() -> str:
 
 
 def slurm_hosts(text: str) -> list[Host]:
-    """Return the nodes that ``sinfo`` lists, without duplicates from several partitions. Each line is ``name|generic
-    resources|MB of memory|CPUs|MB of disk``. If some nodes have GPUs, the others are omitted."""
+    """Return the nodes that ``sinfo`` lists; a node in several partitions appears once.
+
+    Each line is ``name|generic resources|MB of memory|CPUs|MB of disk``. If some nodes have GPUs, the others are
+    omitted.
+    """
     lines = dict.fromkeys(line.strip() for line in text.splitlines() if line.strip())
     hosts = {host.name: host for host in map(_slurm_host, lines)}
     if not hosts:
@@ -144,14 +148,16 @@ def _slurm_host(line: str) -> Host:
 
 
 def _number(text: str) -> int:
-    """Return a number that ``sinfo`` prints; it appends a + if nodes differ."""
+    """Return a number that ``sinfo`` prints. It may end with a +, which ``sinfo`` appends if nodes differ."""
     return int(re.sub(r"\D", "", text) or 0)
 
 
 def catalog_kind(name: str, memory_bytes: int = 0) -> str:
-    """Return the catalog's name of a device that a driver or batch system calls ``name``, such as ``NVIDIA H100 80GB
-    HBM3``, ``tesla_v100-sxm2-32gb`` or ``rtx4090``. Kinds that differ in memory only are distinguished by
-    ``memory_bytes``, or by a number in ``name``."""
+    """Return the catalog's name of a device, given the name that a driver or batch system uses.
+
+    ``name`` is, for example, ``NVIDIA H100 80GB HBM3``, ``tesla_v100-sxm2-32gb`` or ``rtx4090``. Kinds that differ only
+    in memory are distinguished by ``memory_bytes``, or by a number in ``name``.
+    """
     text = name.lower()
     families = sorted({kind.partition("-")[0] for kind in DEVICE_KINDS if kind != CPU})
     variants = {
@@ -187,8 +193,10 @@ Sorts = dict[Host, int]
 
 
 def _sorts(hosts: Sequence[Host]) -> Sorts:
-    """Return each sort of hosts (a kind of device and a device count) with the number of its hosts, fastest sort first.
-    Memory and disk are the smallest of any host of the sort."""
+    """Return {host: count}: hosts with equal device kind and count are merged into one, fastest first.
+
+    Memory and disk of the merged host are the smallest of these hosts.
+    """
     found: dict[tuple[str, int], list[Host]] = {}
     for host in hosts:
         found.setdefault((host.kind, host.devices), []).append(host)
@@ -241,7 +249,7 @@ def _least(sizes: Iterable[int]) -> int:
 
 
 def _gibibytes(size: int) -> str:
-    """Return a size in GiB; empty if unknown, so that the catalog's default is used."""
+    """Return a size as text in GiB; '' if it is unknown, so that the catalog's default is used."""
     return f"{size // 2**30}GiB" if size >= 2**30 else ""
 
 

@@ -1,4 +1,4 @@
-"""The devices of this machine, and the cluster of a run on it."""
+"""Choose the devices of this machine for a run, and describe them as a cluster for the planner."""
 
 from __future__ import annotations
 
@@ -82,8 +82,9 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """The devices of a run on this machine: their kind, their number, and the threads (cores) of each. For accelerators
-    also:
+    """The devices of a run on this machine: kind, number, and CPU threads of each.
+
+    For accelerators also:
 
     ``present``  number of devices on the host
     ``shares``   for each rank, the bytes of its device and the number of ranks that share it
@@ -114,15 +115,16 @@ def requested_link(config: ClusterConfig) -> Link | None:
 
 
 def chosen_kind(config: ClusterConfig) -> str:
-    """Return the configured kind of device; if none is configured, the kind that is present."""
+    """Return the configured kind of device, or the kind that is present if none is configured."""
     return config.kind if config.kind != AUTO else present_kind() or "cpu"
 
 
 def choose_devices(config: ClusterConfig, *, at_least: int = 1) -> DeviceChoice:
-    """Return the devices for ``config``, with ``auto`` resolved to at least the ``at_least`` devices that the plan
-    requests. Ranks may share a GPU, or a CPU's cores.
+    """Return the devices of a run with the settings ``config``.
 
-    Raises :class:`ConfigError` if an accelerator is requested and absent, or more than eight ranks would share one.
+    If the number of devices is ``auto``, at least ``at_least`` are chosen, the number that a plan needs. Ranks may
+    share a GPU, or a CPU's cores. Raises :class:`ConfigError` if an accelerator is requested and absent, or if more
+    than eight ranks would share one.
     """
     kind = chosen_kind(config)
     known, seen = ranks_devices(kind), present_devices(kind) if kind != "cpu" else ()
@@ -162,7 +164,7 @@ def _requested_threads(config: ClusterConfig) -> int:
 
 
 def processes_of(choice: DeviceChoice) -> str:
-    """Return one line on how the processes of ``choice`` share a CPU's cores; empty for accelerators."""
+    """Return a line of text on how the processes of ``choice`` share a CPU's cores; '' for accelerators."""
     if choice.kind != "cpu":
         return ""
     count, cores = choice.count * choice.threads, usable_cores()
@@ -175,8 +177,10 @@ def processes_of(choice: DeviceChoice) -> str:
 
 
 def _distribute_ranks(seen: Sequence[DeviceFacts], count: int) -> tuple[tuple[int, int], ...]:
-    """Return, for each of ``count`` ranks, the bytes of its device and the number of ranks that share it. ``seen``: the
-    devices that this process sees."""
+    """Return, for each of ``count`` ranks, the bytes of its device and the number of ranks that share the device.
+
+    ``seen`` are the devices that this process sees.
+    """
     sharing = -(-count // max(1, len(seen)))
     found = itertools.islice(itertools.cycle(seen), count)
     return tuple((device.total_bytes, sharing) for device in found)
@@ -193,11 +197,12 @@ def build_cluster(
 ) -> Cluster:
     """Return this machine as a cluster of one node.
 
-    ``tier``: auto, or a tier's name (``swap.tier``). ``together``: the result of :func:`probe_together`.
-    ``copying_threads``: threads of a rank that copy in one direction at the same time (``swap.threads``).
+    ``tier`` is the setting ``swap.tier``: auto, or the name of an offload tier. ``together`` is the result of
+    :func:`probe_together`. ``copying_threads`` is the setting ``swap.threads``: the threads of a rank that copy in one
+    direction at the same time.
 
-    A budget of auto keeps a margin for memory that no plan counts: a twentieth of the device for the allocator's gaps,
-    and a fifth of the available RAM for the interpreter and torch itself.
+    A memory budget of auto keeps a margin that no plan counts: a twentieth of an accelerator's memory for gaps in the
+    allocator, or a fifth of the available RAM for the interpreter and torch itself.
     """
     target = offload_tier(choice, tier)
     copying = _copying_share(choice) if target.copied_by_threads else 1.0
@@ -241,9 +246,12 @@ def build_cluster(
 
 
 def _beside_allocator(choice: DeviceChoice, probes: Probes) -> dict[str, Any]:
-    """Return the device memory of a process outside torch's allocator, by field of
-    :class:`~parallax.plan.cluster.Device`. Each process on a shared device has a context. If no two ranks have
-    different devices, they communicate through the host."""
+    """Return the device memory that a process uses outside torch's allocator, as fields of
+    :class:`~parallax.plan.cluster.Device`.
+
+    Each process has a context on its device, even if processes share the device. Communication buffers count only if
+    ranks have different devices; otherwise ranks communicate through the host.
+    """
     if choice.kind == "cpu":
         return {}
     accelerator, seen = accelerator_named(choice.kind), present_devices(choice.kind)
@@ -260,8 +268,10 @@ def _beside_allocator(choice: DeviceChoice, probes: Probes) -> dict[str, Any]:
 def _beside_tier(
     config: ClusterConfig, choice: DeviceChoice, tier: Tier, probes: Probes
 ) -> dict[str, Any]:
-    """Return the memory of the host, by field of :class:`~parallax.plan.cluster.Device`, if devices offload to another
-    tier and could offload to it."""
+    """Return the host's memory and bandwidth as fields of :class:`~parallax.plan.cluster.Device`.
+
+    They are empty unless accelerators offload to another tier than the host, such as disk.
+    """
     if choice.kind == "cpu" or not tier.exists or tier.in_ram:
         return {}
     rate = min(HOST.bandwidth(probes))
@@ -270,36 +280,45 @@ def _beside_tier(
 
 
 def offload_tier(choice: DeviceChoice, tier: str) -> Tier:
-    """Return the offload tier for ``tier`` (``swap.tier``), resolving auto."""
+    """Return the offload tier named ``tier`` (``swap.tier``). ``auto`` chooses one for the kind of device."""
     return choose_tier("swap.tier", tier, device_is_ram=choice.kind == "cpu")
 
 
 def probe_together(choice: DeviceChoice, *, fresh: bool = False) -> HostSpeeds:
-    """Return the relative speed of each of 1, 2, … devices that compute at once. It is measured only for processes that
-    share a processor; other devices do not slow each other down."""
+    """Return the relative speed of each of 1, 2, … devices that compute at once.
+
+    It is measured only for processes that share a CPU; other devices do not slow each other down.
+    """
     if choice.kind != "cpu" or choice.count == 1:
         return ALONE
     return measure_together(choice.count, choice.threads, fresh=fresh)
 
 
 def _copying_share(choice: DeviceChoice) -> float:
-    """Return the fraction of a core that a copying thread gets: a half if the ranks use all cores, because the thread
-    then shares a core with its rank."""
+    """Return the fraction of a core that a copying thread gets.
+
+    It is a half if the ranks use all cores, because the thread then shares a core with its rank.
+    """
     spare = usable_cores() - choice.count * choice.threads
     return 1.0 if choice.kind != "cpu" or spare >= choice.count else 0.5
 
 
 def _computing_share(choice: DeviceChoice, copying: int) -> float:
-    """Return the fraction of a rank's cores that remains for computing while its threads copy to and from the tier."""
+    """Return the fraction of a rank's cores that is left for computing
+    while its threads copy to and from the offload tier.
+    """
     if _copying_share(choice) < 1 or choice.kind != "cpu":
         return _copying_share(choice)
     return min(1.0, usable_cores() / (choice.count * (choice.threads + copying)))
 
 
 def _host_update_seconds(tier: Tier, probes: Probes) -> float:
-    """Return the seconds of a host optimizer step per byte of weights, in full precision with AdamW. They follow from
-    the memory traffic of one thread, where a measured copy reads and writes each byte. The planner adds the transfers
-    of the tier (:func:`parallax.plan.cost.states.load_states`)."""
+    """Return the seconds of an optimizer step on the host per byte of weights, for AdamW in full precision.
+
+    The step is limited by memory bandwidth, so the seconds follow from the measured copy bandwidth of one thread; a
+    copy reads and writes each byte. The planner adds the transfers of the offload tier
+    (:func:`parallax.plan.cost.states.load_states`).
+    """
     if not tier.exists:
         return 0.0
     return UPDATE_BYTES / torch.float32.itemsize / (2 * probes.copy)
@@ -315,8 +334,10 @@ def _device_memory(config: ClusterConfig, choice: DeviceChoice) -> list[int]:
 
 
 def _tier_bytes(config: ClusterConfig, tier: Tier, probes: Probes) -> int:
-    """Return the capacity of the tier for all ranks together; auto leaves a fifth of the free bytes to other
-    programs."""
+    """Return the capacity of the offload tier for all ranks together.
+
+    ``auto`` leaves a fifth of the free bytes unused.
+    """
     if not tier.exists:
         return 0
     wanted = getattr(config, tier.key)

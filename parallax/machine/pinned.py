@@ -1,4 +1,4 @@
-"""Host memory for copies to and from a device, allocated once and at the exact size."""
+"""Host memory for copies to and from a device, allocated once with the exact size."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _TOUCHING = 8  # threads that touch an arena's pages, which the kernel clears at
 
 
 class Arena(Protocol):
-    """Host memory for copies, allocated once. ``allocated_bytes``: bytes taken from the system."""
+    """Host memory for copies, allocated once. ``allocated_bytes`` is the number of bytes taken from the system."""
 
     data: Tensor
     allocated_bytes: int
 
     def close(self) -> None:
-        """Free the memory. The caller has waited for the copies."""
+        """Free the memory. The caller must have waited for all copies."""
 
 
 class PlainArena:
-    """Pageable memory."""
+    """An arena of pageable memory."""
 
     def __init__(self, count: int) -> None:
         self.data, self.allocated_bytes = torch.empty(count, dtype=torch.uint8), count
@@ -48,7 +48,7 @@ class PlainArena:
 
 
 class ApartArena:
-    """Host memory on a machine whose RAM is also the device. Meters of device memory exclude it."""
+    """An arena on a machine whose RAM is also the device. Meters of device memory exclude it."""
 
     def __init__(self, count: int) -> None:
         self.allocated_bytes = max(1, -(-count // mmap.PAGESIZE)) * mmap.PAGESIZE
@@ -61,7 +61,7 @@ class ApartArena:
         self._left = weakref.finalize(self, _give_back, pages, self.allocated_bytes)
 
     def close(self) -> None:
-        """Free the pages, even if there are views of them."""
+        """Free the pages even if views of them still exist."""
         self._left()
         self.data = torch.empty(0, dtype=torch.uint8)
 
@@ -72,8 +72,10 @@ def _give_back(pages: mmap.mmap, count: int) -> None:
 
 
 class TorchArena:
-    """Memory pinned by torch, which rounds its size up to a power of two. For devices that cannot pin memory that torch
-    did not allocate."""
+    """An arena that torch pins, with a size rounded up to a power of two.
+
+    It is for devices that cannot pin memory allocated outside torch.
+    """
 
     def __init__(self, count: int, remedy: str = PINNING_REMEDY) -> None:
         self.allocated_bytes = 1 << max(0, count - 1).bit_length()
@@ -85,19 +87,20 @@ class TorchArena:
             ) from error
 
     def close(self) -> None:
-        """Release the memory; torch waits for the copies."""
+        """Release the memory to torch, which waits for the copies."""
         self.data = torch.empty(0, dtype=torch.uint8)
 
 
 class RegisteredArena:
-    """Pinned host memory: pages of this process that ``register(address, bytes)`` pins. It returns 0 or an error code
-    of the runtime.
+    """An arena of exact size: pages of this process that ``register(address, bytes)`` pins.
 
-    Huge pages are used if possible. The kernel places a page in the memory of the processor that touches it first, so
-    several threads first write to the pages, on ``cpus`` near the device if these are known. If the owner fails without
-    calling :meth:`close`, the finalizer calls ``synchronize``, because the owner has not waited for its copies, and
-    then ``unregister``. A forked child does not inherit the pages: the kernel would copy pinned pages for each child
-    or, before 5.10, give this process other pages than the device writes to.
+    ``register`` returns 0 or an error code of the device's runtime. Huge pages are used if possible. The kernel places
+    a page in the memory of the processor that touches it first, so threads on ``cpus`` near the device, if known, touch
+    all pages.
+
+    If the owner fails without calling :meth:`close`, it has not waited for its copies either. So a finalizer calls
+    ``synchronize`` and then ``unregister``. A forked child does not inherit the pages: otherwise the kernel would copy
+    pinned pages for each child or, before Linux 5.10, give this process other pages than the device writes to.
     """
 
     def __init__(
@@ -126,7 +129,7 @@ class RegisteredArena:
         self._left = weakref.finalize(self, _unpin_later, unregister, synchronize, whole)
 
     def close(self) -> None:
-        """Unpin the pages. They are freed with the last view of them."""
+        """Unpin the pages. They are freed when no tensor uses them any more."""
         if (held := self._left.detach()) is not None:
             _, _, (unregister, _, whole), _ = held
             unregister(whole.data_ptr())

@@ -1,6 +1,5 @@
-"""Measure the bandwidths of this machine by the access patterns of the swap: through the page cache, in pieces.
-
-Also measures how fast each rank computes while other ranks compute.
+"""Measure the bandwidths of this machine with the access patterns of offloading,
+and the slow-down of ranks that compute at the same time.
 """
 
 from __future__ import annotations
@@ -47,10 +46,11 @@ REDUCED_BYTES = 16 * 2**20  # bytes of gradients in the all-reduce that ends a t
 class Probes:
     """Measured bandwidths in bytes per second.
 
-    ``disk_write`` and ``disk_read`` go through the page cache, as the swap does; ``disk_write_synced`` includes
-    fsync. ``host_write`` and ``host_read`` are copies to and from pinned host memory with an accelerator, plain
-    copies elsewhere. ``local_*`` is the link between two ranks of this host. ``context_bytes``: device memory
-    beside torch's allocator after libraries were used; 0 if unknown."""
+    ``disk_write`` and ``disk_read`` go through the page cache, as offloading does; ``disk_write_synced`` includes
+    fsync. ``host_write`` and ``host_read`` are copies to and from host memory, which is pinned if there is an
+    accelerator. ``local_*`` is the link between two ranks of this host. ``context_bytes`` is the device memory outside
+    torch's allocator after libraries were used; 0 if unknown.
+    """
 
     directory: str
     copy: float
@@ -76,7 +76,7 @@ def _rate(count: int, work: Callable[[], object]) -> float:
 
 
 def probe_copy() -> float:
-    """Return bytes per second of a memory copy on one thread: the best of four, because noise only slows it down."""
+    """Return the bytes per second of a memory copy on one thread: the best of four measurements."""
     source = memoryview(bytearray(PROBE_BYTES))
     target = memoryview(bytearray(PROBE_BYTES))
 
@@ -89,9 +89,10 @@ def probe_copy() -> float:
 def probe_disk(directory: Path) -> tuple[float, float, float]:
     """Return (write, read, write with fsync) in bytes per second on the file system of ``directory``, on one thread.
 
-    As in the swap, written data is in memory and not in a core's cache, and is summed first; data is read into
-    fresh memory and summed again. Medians of three passes over one file: the first one allocates, the others
-    overwrite, as in a swap file. Single passes differed by a factor of ten."""
+    As in offloading, written data is in memory and not in a core's cache, and a checksum is computed first. Data is
+    read into fresh memory and its checksum is computed again. The results are medians of three passes over one file:
+    the first pass allocates the file, the others overwrite it. Single passes differed by a factor of ten.
+    """
     folder = existing_parent(directory)
     source = np.frombuffer(os.urandom(PIECE_BYTES) * (PROBE_BYTES // PIECE_BYTES), np.uint8)
     offsets = range(0, PROBE_BYTES, PIECE_BYTES)
@@ -169,7 +170,7 @@ def probe_local_link() -> tuple[float, float]:
 
 
 def probe_device_copy(source: torch.Tensor, target: torch.Tensor) -> float:
-    """Return bytes per second of copies with an accelerator (pinned host memory or another device)."""
+    """Return the bytes per second of copies between an accelerator and pinned host memory or another device."""
 
     def copy() -> None:
         target.copy_(source, non_blocking=True)
@@ -182,10 +183,11 @@ def probe_device_copy(source: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def probe_peers(kind: str) -> float:
-    """Return bytes per second between the first two devices of ``kind``; 0 if that cannot be measured.
+    """Return the bytes per second between the first two devices of ``kind``; 0 if that cannot be measured.
 
-    A separate process measures: a context on the second device would last as long as this process, which may be
-    the rank of the first device."""
+    A separate process measures, because a context on the second device would last as long as this process, which may be
+    the rank of the first device.
+    """
     code = f"from parallax.machine.probes import print_peer_rate; print_peer_rate({kind!r})"
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
         done = subprocess.run(
@@ -200,9 +202,11 @@ def probe_peers(kind: str) -> float:
 
 
 def _peer_rate(tensor: torch.Tensor) -> float:
-    """Return the bytes per second between the device of ``tensor`` and another one; 0 if unknown. A new process
-    measures it. If that fails, because only this process has registered the kind of device, this process measures it
-    itself, unless it is a rank."""
+    """Return the bytes per second between the device of ``tensor`` and another device; 0 if unknown.
+
+    A new process measures. If that fails because only this process has registered the kind of device, this process
+    measures instead, unless it is a rank.
+    """
     found = probe_peers(tensor.device.type)
     if found or dist.is_initialized():
         return found
@@ -216,13 +220,13 @@ def print_peer_rate(kind: str) -> None:
 
 
 def _neighbour(tensor: torch.Tensor) -> torch.device:
-    """Return another device of the kind."""
+    """Return another device of the same kind as the device of ``tensor``."""
     kind, index = tensor.device.type, tensor.device.index
     return torch.device(kind, (index + 1) % len(present_devices(kind)))
 
 
 def _import_path() -> str:
-    """Return the PYTHONPATH with which a process can import this package."""
+    """Return a PYTHONPATH that lets a new process import this package."""
     own = str(Path(__file__).resolve().parents[2])
     return os.pathsep.join([own, *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -262,11 +266,12 @@ def _probe(directory: Path) -> Probes:
 
 
 def measure_probes(directory: Path, *, fresh: bool = False) -> Probes:
-    """Return the bandwidths of this machine, with ``directory`` for the disk; measured once, then read from the
-    cache.
+    """Return the bandwidths of this machine, from the cache if they were measured before.
 
-    A plan should not change because the machine was busy for a second. So the first result is kept per host, CPU,
-    torch version and file system. ``fresh`` measures again and keeps the new result."""
+    The disk is measured in ``directory``. A plan should not change because the machine was busy for a second, so the
+    first result is kept per host, CPU, torch version and file system. ``fresh`` measures again and keeps the new
+    result.
+    """
     device = existing_parent(directory).stat().st_dev
     known = [
         _EDITION,
@@ -295,11 +300,11 @@ def measure_probes(directory: Path, *, fresh: bool = False) -> Probes:
 
 @dataclass(frozen=True, slots=True)
 class HostSpeeds:
-    """Speeds of k processes of one host that all compute at once, for k = 1, 2, …; empty if not measured.
+    """Measured speeds of k processes of one host that compute at once, for k = 1, 2, …; empty if not measured.
 
-    ``speeds``: speed of each, relative to one process alone. ``sum_seconds``: seconds of an all-reduce of a few numbers
-    after computing, as at the end of a step; most of it is the time in which the processes' threads wake up.
-    ``reduce_seconds``: seconds per byte of an all-reduce of gradients.
+    ``speeds`` is the speed of each process relative to one process alone. ``sum_seconds`` is the time of an all-reduce
+    of a few numbers after computing, as at the end of a step; most of it is the time in which the processes' threads
+    wake up. ``reduce_seconds`` is the time per byte of an all-reduce of gradients.
     """
 
     speeds: tuple[float, ...] = ()
@@ -311,8 +316,10 @@ ALONE = HostSpeeds()
 
 
 def measure_together(count: int, threads: int, *, fresh: bool = False) -> HostSpeeds:
-    """Return the speeds of 1 to ``count`` concurrent processes of ``threads`` threads each. They are measured once
-    (about six seconds), then read from the cache."""
+    """Return the speeds of 1 to ``count`` concurrent processes of ``threads`` threads each.
+
+    They are measured once, in about six seconds, and then read from the cache.
+    """
     count = min(count, TOGETHER)
     known = [
         socket.gethostname(),
@@ -339,9 +346,11 @@ def measure_together(count: int, threads: int, *, fresh: bool = False) -> HostSp
 
 
 def shared_speeds(seconds: list[float], able: float) -> tuple[float, ...]:
-    """Return the speed of each of k concurrent processes, for k = 1, 2, …, relative to a single one. ``seconds``:
-    processor seconds of equal work for each k. ``able``: the number of processes that can have cores of their own. The
-    speed never increases with k, because a measured increase is noise."""
+    """Return the speed of each of k concurrent processes, for k = 1, 2, …, relative to one process alone.
+
+    ``seconds`` holds the CPU seconds of equal work for each k. ``able`` is the number of processes that can have cores
+    of their own. The speed never increases with k, because a measured increase is noise.
+    """
     speeds: list[float] = []
     for together, taken in enumerate(seconds, 1):
         speed = min(1.0, able / together) * min(1.0, seconds[0] / taken)
@@ -350,14 +359,14 @@ def shared_speeds(seconds: list[float], able: float) -> tuple[float, ...]:
 
 
 def compute_together(count: int, threads: int) -> tuple[list[float], list[float], list[float]]:
-    """Return three lists over k = 1 to ``count`` processes that compute at once: processor seconds of one repetition of
-    :func:`compute_on_request`, seconds of an all-reduce of a few numbers, and seconds per byte of an all-reduce of
-    gradients.
+    """Return three measurements for each k = 1 to ``count`` processes that compute at once, as three lists.
 
-    Processor time does not advance while another program has the core, so other users hardly affect it; sharing memory
-    and caches with other ranks increases it. The median of several turns counts; for one process the minimum, the turn
-    in which no other program interfered. An all-reduce begins when the last process arrives, so its time is the
-    shortest of any process; the median over the turns counts.
+    They are the CPU seconds of one repetition of :func:`compute_on_request`, the seconds of an all-reduce of a few
+    numbers, and the seconds per byte of an all-reduce of gradients.
+
+    CPU time does not advance while another program has the core, so other programs hardly affect it. Sharing memory and
+    caches with other ranks increases it. The result is the median of several turns, and for one process the minimum. An
+    all-reduce begins when the last process arrives, so its time is the shortest that any process measured.
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="parallax-probe-")))
@@ -390,7 +399,7 @@ def compute_together(count: int, threads: int) -> tuple[list[float], list[float]
 
 @contextlib.contextmanager
 def _worker(rank: int, count: int, threads: int, store: Path) -> Iterator[subprocess.Popen[str]]:
-    """Start a process that computes on request, and kill it at the end of the block."""
+    """Start a process that runs :func:`compute_on_request`, and kill it at the end of the block."""
     arguments = f"{rank}, {count}, {threads}, {str(store)!r}"
     code = (
         f"from parallax.machine.probes import compute_on_request; compute_on_request({arguments})"
@@ -431,12 +440,11 @@ def _answer(worker: subprocess.Popen[str]) -> str:
 
 
 def compute_on_request(rank: int, count: int, threads: int, store: str) -> None:
-    """Entry point of each of the ``count`` processes of :func:`compute_together`, which rendezvous at the file
-    ``store``.
+    """Entry point of the ``count`` processes of :func:`compute_together`, which rendezvous at the file ``store``.
 
-    Each line read holds the number of processes that compute. For each line the process trains three transformer layers
-    for a while: two micro-batches forward, then backward, with all-reduces of few numbers in between and one of
-    gradients at the end. It prints the processor seconds of one repetition, and the seconds of each all-reduce.
+    Each line of standard input is the number of processes that compute now. For each line, the process trains three
+    transformer layers for a while: two micro-batches forward, then backward, with all-reduces of few numbers in between
+    and one of gradients at the end. It prints the CPU seconds of one repetition, and the seconds of each all-reduce.
     """
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)

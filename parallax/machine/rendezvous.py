@@ -1,7 +1,7 @@
-"""Choose the rendezvous host: whether this host is it, and its address for the others.
+"""Decide whether this host is the rendezvous host, and which address other hosts use for this host.
 
-torchrun derives both from the host name, which often means loopback or the wrong network card. So the answers are
-derived from the endpoint that the user typed::
+torchrun derives both from the host name, which often means loopback or the wrong network card. So this module derives
+them from the endpoint that the user typed::
 
     python -m parallax.machine.rendezvous HEAD:PORT     -> options of torchrun, one a line
 
@@ -21,7 +21,7 @@ from parallax.errors import ConfigError, UserError, printable
 
 
 def torchrun_options(endpoint: str) -> list[str]:
-    """Return the options for torchrun on this host, given the ``endpoint`` (``HOST:PORT``)."""
+    """Return the options for torchrun on this host, given the endpoint ``HOST:PORT`` of the rendezvous."""
     host, port = parse_endpoint(endpoint)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
@@ -40,7 +40,7 @@ def torchrun_options(endpoint: str) -> list[str]:
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int]:
-    """Parse ``HOST:PORT``; an IPv6 address is in brackets."""
+    """Return host and port of ``HOST:PORT``. An IPv6 address is in brackets."""
     host, colon, port = endpoint.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not colon or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -51,14 +51,17 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def _is_this_host(addresses: Set[str]) -> bool:
-    """Whether the addresses are this host's, or loopback."""
+    """Return whether any of the addresses belongs to this host or is loopback."""
     own = {each.address for found in psutil.net_if_addrs().values() for each in found}
     return any(each in own or _is_loopback(each) for each in addresses)
 
 
 def _torch_knows(host: str, addresses: Set[str]) -> bool:
-    """Return whether torchrun itself recognises this host as the rendezvous host. Then ``is_host`` is not set, so that
-    several agents on this host can join, of which one opens the port; with ``is_host=1`` only one agent could join."""
+    """Return whether torchrun itself recognises this host as the rendezvous host.
+
+    If so, the option ``is_host`` is not set. Then several agents on this host can join, one of which opens the port;
+    with ``is_host=1`` only one agent could join.
+    """
     if host in ("localhost", socket.gethostname()) or _is_loopback(host):
         return True
     try:
@@ -76,7 +79,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _source(family: int, place: tuple[object, ...], endpoint: str) -> str:
-    """Return this host's address on the route to ``place``; connecting a datagram socket sends nothing."""
+    """Return this host's address on the route to ``place``. Connecting a datagram socket sends no packet."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(place)

@@ -1,4 +1,4 @@
-"""Checks of torch's environment variables that are left over from another run."""
+"""Check for torch environment variables that are left over from another run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_rank(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def leftover_warning(environment: Mapping[str, str] = os.environ) -> str:
-    """Return a warning about rank variables in a process that is no rank; empty if there are none."""
+    """Return a warning if rank variables are set in a process that no launcher started as a rank; '' otherwise."""
     found = _by_hand(environment)
     if not found:
         return ""
@@ -51,7 +51,7 @@ def leftover_warning(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def unset_hint(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the end of a message about missing ranks, if no launcher has set the variables of this process."""
+    """Return the end of a message about missing ranks, for a process that no launcher has started; '' otherwise."""
     found = _by_hand(environment)
     if not found:
         return ""

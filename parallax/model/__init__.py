@@ -1,1 +1,1 @@
-"""A module as a chain of blocks, and the cost of each block."""
+"""Represent a module as a chain of blocks, and find the cost of each block."""

@@ -1,8 +1,7 @@
-"""Blocks, and nested containers of tensors (nests).
+"""Blocks, and functions for nested tuples, lists, dicts and dataclasses that contain tensors (called nests).
 
-Stages exchange a flat tuple of tensors, while a model may return tuples and dicts of them. So the last block returns
-the tensors alone, and a template (the same nest with a :class:`TensorSlot` in place of each tensor) rebuilds the nest
-that the loss gets.
+Stages exchange a flat tuple of tensors, but a model may return a nest. So the last block returns the tensors alone, and
+a template (the same nest with a :class:`TensorSlot` in place of each tensor) rebuilds the nest for the loss.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ _PADDING = {
 class Block:
     """A part of the model: its name, and the module that runs it, on the meta device.
 
-    The module is a module of the model, or a new module that contains modules of the model. Its parameters are always
-    the model's. ``unbatched``: indices of outputs whose dimension 0 is not the micro-batch's rows (position tables,
-    biases made from parameters). Each peer receives them whole, and their gradients are summed.
+    The module is a module of the model, or a new module that contains modules of the model, so its parameters are the
+    model's. ``unbatched``: indices of outputs whose dimension 0 is not the micro-batch's rows (position tables, biases
+    made from parameters). Each rank of the next stage receives these outputs whole, and their gradients are summed.
     """
 
     name: str
@@ -48,9 +47,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Partition:
-    """A model partitioned into blocks. ``inputs``: argument names of the first block (empty: those of its forward).
-    ``nest``: paths of the tensors in nested inputs. ``template``: structure of the model's return value (None: the
-    value that the last block returns). ``sizes``: required input sizes (None: any; empty: unknown)."""
+    """A model partitioned into blocks.
+
+    ``inputs``: argument names of the first block (empty: those of its forward). ``nest``: paths of the tensors in
+    nested inputs. ``template``: structure of the model's return value (None: the value that the last block returns).
+    ``sizes``: required input sizes (None: any; empty: unknown).
+    """
 
     blocks: tuple[Block, ...]
     inputs: tuple[str, ...] = ()
@@ -60,19 +62,19 @@ class Partition:
 
 
 class Slot:
-    """A placeholder for a value in a nested container."""
+    """A placeholder for a value in nested containers."""
 
 
 @dataclass(frozen=True)
 class TensorSlot(Slot):
-    """A placeholder for tensor number ``index``."""
+    """A placeholder for the tensor with number ``index``."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Field(Slot):
-    """A path key of :func:`leaves`: a dataclass field."""
+    """The name of a dataclass field, as a key in the paths that :func:`leaves` yields."""
 
     name: str
 
@@ -81,7 +83,7 @@ class Field(Slot):
 
 
 def flatten(value: Any) -> tuple[tuple[Tensor, ...], Any]:
-    """Return the tensors in ``value``, depth first, and the template for :func:`rebuild`."""
+    """Return the tensors in ``value``, depth first, and a template from which :func:`rebuild` restores ``value``."""
     found: list[Tensor] = []
 
     def replace(part: Any) -> Any:
@@ -95,16 +97,18 @@ def flatten(value: Any) -> tuple[tuple[Tensor, ...], Any]:
 
 
 def rebuild(template: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return ``template`` with ``tensors`` in place of its slots."""
+    """Return the nested containers of ``template`` with ``tensors`` in place of the :class:`TensorSlot` objects."""
     return transform(
         template, lambda part: tensors[part.index] if isinstance(part, TensorSlot) else part
     )
 
 
 def transform(value: Any, change: Callable[[Any], Any], kinds: tuple[type, ...] = (Tensor,)) -> Any:
-    """Return the same nest of tuples, lists, dicts and dataclasses with ``change`` applied to each leaf. Instances of
-    ``kinds`` are leaves. Named tuples, and dataclasses that are dicts (model outputs of transformers), keep their
-    class."""
+    """Return the same nested containers with ``change`` applied to each leaf.
+
+    Containers are tuples, lists, dicts and dataclasses. All other values are leaves, and so are instances of ``kinds``.
+    Named tuples, and dataclasses that are dicts (model outputs of transformers), keep their class.
+    """
     if isinstance(value, kinds):
         return change(value)
     if type(value) is tuple:
@@ -129,7 +133,10 @@ def transform(value: Any, change: Callable[[Any], Any], kinds: tuple[type, ...] 
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield each leaf of :func:`transform` with its path; the key of a dataclass field is a :class:`Field`."""
+    """Yield (path, leaf) for each leaf in nested containers, as :func:`transform` finds them.
+
+    A :class:`Field` in a path is a dataclass field.
+    """
     if is_nest(value):
         for key, part in parts_of(value):
             yield from leaves(part, (*path, key))
@@ -138,7 +145,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 
 
 def is_nest(value: Any) -> bool:
-    """Return whether :func:`transform` descends into ``value``."""
+    """Return whether ``value`` is a tuple, list, dict or dataclass that :func:`transform` descends into."""
     return (
         isinstance(value, Mapping | list)
         or type(value) is tuple
@@ -148,7 +155,7 @@ def is_nest(value: Any) -> bool:
 
 
 def parts_of(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the children of a nested container with their keys as in :func:`leaves`; nothing for a leaf."""
+    """Yield (key, child) for the content of a container; nothing for any other value."""
     if isinstance(value, Mapping):
         yield from value.items()
     elif isinstance(value, list) or type(value) is tuple or _has_names(value):
@@ -159,13 +166,16 @@ def parts_of(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors among :func:`leaves`."""
+    """Yield the tensors in nested containers."""
     return (part for _, part in leaves(value) if isinstance(part, Tensor))
 
 
 def to_device(values: Any, device: torch.device) -> Any:
-    """Return the same nested container with its tensors on ``device``; other leaves are unchanged. Copies from host to
-    accelerator go through pinned memory and are asynchronous: later work on the current stream sees the data."""
+    """Return the same nested containers with the tensors on ``device``.
+
+    Copies from host to accelerator are asynchronous through pinned memory; later work on the current stream sees the
+    data.
+    """
     return transform(
         values, lambda part: _on_device(part, device) if isinstance(part, Tensor) else part
     )
@@ -178,22 +188,25 @@ def _on_device(part: Tensor, device: torch.device) -> Tensor:
 
 
 def pinned(part: Tensor) -> Tensor:
-    """Return a copy in pinned memory. Torch cannot pin a tensor whose elements share memory (``expand``), so such a
-    tensor is made contiguous first."""
+    """Return a copy of ``part`` in pinned memory.
+
+    Torch cannot pin a tensor whose elements share memory (``expand``), so such a tensor is made contiguous first.
+    """
     shown_often = any(size > 1 and not stride for size, stride in zip(part.shape, part.stride()))
     return (part.contiguous() if shown_often else part).pin_memory()
 
 
 def comes_pinned(part: Tensor, device: torch.device) -> bool:
-    """Return whether moving ``part`` to ``device`` is a copy from host to accelerator that benefits from pinned
-    memory."""
+    """Return whether moving ``part`` to ``device`` copies from host memory to an accelerator, so that pinning helps."""
     plain = part.layout is torch.strided and not part.is_nested and not part.is_quantized
     return device.type != "cpu" and part.is_cpu and plain
 
 
 def check_padded(what: str, values: Any) -> None:
-    """Raise :class:`~parallax.errors.DataError` if inputs or targets (``what``) hold a PackedSequence or a nested
-    tensor: neither can be split by rows as other tensors are."""
+    """Raise :class:`~parallax.errors.DataError` if ``values`` contain a PackedSequence or a nested tensor.
+
+    These cannot be split by rows as other tensors are. ``what`` is inputs or targets, for the message.
+    """
 
     def check(part: Any) -> None:
         if isinstance(part, PackedSequence):
@@ -211,19 +224,24 @@ def check_padded(what: str, values: Any) -> None:
 
 
 def padding_help(kind: str = "list") -> str:
-    """Return how to pad rows of several lengths, given as a list of tensors, a PackedSequence or a nested tensor."""
+    """Return advice on how to pad rows of several lengths.
+
+    ``kind`` is the form of the rows: a list of tensors, a PackedSequence or a nested tensor.
+    """
     return f"give padded rows and a tensor of their lengths (padded, lengths = {_PADDING[kind]})"
 
 
 def plain_rows(tensor: Tensor) -> Tensor:
-    """Return the values of a jagged nested tensor, all rows concatenated; any other tensor unchanged."""
+    """Return all rows of a jagged nested tensor concatenated, or any other tensor unchanged."""
     jagged: Any = tensor
     return jagged.values() if tensor.layout is torch.jagged else tensor
 
 
 def with_own_storage(values: Any) -> Any:
-    """Return the same nested container, with each tensor copied that is a slice of a larger storage. A slice that is
-    saved for backward would otherwise keep the whole batch or data set alive."""
+    """Return the same nested containers with a copy of each tensor that is a slice of a larger storage.
+
+    A slice that is saved for backward would otherwise keep the whole batch or data set alive.
+    """
     return transform(values, lambda part: part.clone() if _is_part(part) else part)
 
 
@@ -235,7 +253,9 @@ def _is_part(value: Any) -> bool:
 
 
 def module_repr(module: nn.Module) -> str | None:
-    """Return ``repr(module)``; None if that raises, as when a module prints values that it does not have yet."""
+    """Return ``repr(module)``, or None if that raises an error because the
+    module prints values that it does not have yet.
+    """
     try:
         return repr(module)
     except Exception:  # user code may raise anything
@@ -243,20 +263,22 @@ def module_repr(module: nn.Module) -> str | None:
 
 
 def can_require_grad(tensor: Tensor) -> bool:
-    """Return whether torch computes gradients for tensors of this type."""
+    """Return whether torch computes gradients for tensors of this dtype."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def in_dtype(kind: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """Return the type of a ``kind`` tensor in a model of ``dtype``: floats become ``dtype``, complex numbers stay
-    complex, others are unchanged."""
+    """Return the dtype that a tensor of dtype ``kind`` gets in a model of ``dtype``.
+
+    Floating-point becomes ``dtype``, complex stays complex, and other dtypes are unchanged.
+    """
     if kind.is_complex:
         return torch.complex128 if dtype is torch.float64 else torch.complex64
     return dtype if kind.is_floating_point else kind
 
 
 def is_record(value: Any) -> bool:
-    """Return whether ``value`` is a dataclass instance; a :class:`Slot` is a leaf."""
+    """Return whether ``value`` is a dataclass instance, but not a :class:`Slot`."""
     return (
         dataclasses.is_dataclass(value)
         and not isinstance(value, type)
@@ -265,7 +287,7 @@ def is_record(value: Any) -> bool:
 
 
 def _has_names(value: Any) -> bool:
-    """Return whether ``value`` is a named tuple, of Python or of C (such as the result of ``torch.max``)."""
+    """Return whether ``value`` is a named tuple, from Python or from C (such as the result of ``torch.max``)."""
     return isinstance(value, tuple) and (
         hasattr(value, "_fields") or hasattr(value, "n_sequence_fields")
     )

@@ -1,4 +1,4 @@
-"""Weights for the losses of micro-batches, so that they add up to the loss of the whole batch.
+"""Weight the losses of micro-batches so that they add up to the loss of the whole batch.
 
 The usual cross-entropy is a mean over *counted* targets: targets equal to ``ignore_index`` (-100) do not count, and
 others may count with a class weight. A micro-batch with few counted targets must weigh less, or the loss of a split
@@ -6,10 +6,10 @@ batch differs from that of the whole. A user's loss calls ``torch.nn.functional.
 transformers with ``labels`` among their inputs call it in their forward; neither reports the number of counted targets.
 
 So the first call of a loss is observed. If its result is that of one cross-entropy, the targets of other rows are
-counted by calling the loss again, on outputs without values, up to its cross-entropy. If it is an output of the model,
-it is compared with the cross-entropy of the model's scores and the integers among its inputs, row by row.
+counted by calling the loss again, on outputs without values, up to its cross-entropy. If the loss is an output of the
+model, it is compared with the cross-entropy of the model's scores and the integers among its inputs, row by row.
 
-Only ratios matter: the weight of some rows is their number times the share of their targets that count.
+Only ratios matter: the weight of some rows is their number times the fraction of their targets that count.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ AnyLoss = Callable[[Any, Any], Tensor]
 
 
 class BatchRows(Protocol):
-    """Some rows of a batch, by index."""
+    """The interface to rows of a batch, by index."""
 
     def inputs(self, start: int, stop: int) -> Any:
         """Return the model inputs of rows [start, stop)."""
@@ -46,15 +46,17 @@ class BatchRows(Protocol):
 
 
 class _CountingRule(Protocol):
-    """A method to count the targets of given rows."""
+    """The interface of a rule that counts the targets of given rows."""
 
     def row_weight(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
-        """Return the weight of rows [low, high) in the batch's loss. ``results``: the model's return value for ``few``
-        rows, which need not be rows [low, high)."""
+        """Return the weight of rows [low, high) in the batch's loss.
+
+        ``results`` is the model's return value for ``few`` rows, which need not be rows [low, high).
+        """
 
 
 class Counting:
-    """Computes a loss, and the weight of a range of rows in the loss of the whole batch."""
+    """Computes a loss, and the weight that a range of rows has in the loss of the whole batch."""
 
     def __init__(self, loss: AnyLoss) -> None:
         self._loss = loss
@@ -65,8 +67,10 @@ class Counting:
         self._observed = hasattr(loss, "count")  # the loss counts its targets itself
 
     def value(self, results: Any, targets: Any, inputs: Callable[[], Any]) -> Tensor:
-        """Return the loss for ``results``, the model's return value for ``inputs()``. The first call also finds out
-        which targets count, and refuses several losses."""
+        """Return the loss for ``results``, the model's return value for ``inputs()``.
+
+        The first call also determines which targets count, and raises an error for several losses.
+        """
         if self._observed:
             return call_loss(self._loss, results, targets)
         self._observed = True
@@ -89,8 +93,11 @@ class Counting:
         return value
 
     def scored(self, results: Any, targets: Any, inputs: Callable[[], Any]) -> tuple[Any, Any]:
-        """Return the model's outputs and the targets that belong to them. If the model computes its loss from labels
-        among its ``inputs()``, return its scores and the labels, shifted by one if a score predicts the next label."""
+        """Return the model's outputs and the targets that belong to them.
+
+        If the model computes its loss from labels among its ``inputs()``, return its scores and these labels, shifted
+        by one if each score predicts the next label.
+        """
         if not isinstance(self._rule, _LabelRule):
             return results, targets
         return self._rule.scored(results, list(tensors_in(inputs())))
@@ -102,8 +109,10 @@ class Counting:
 
     @property
     def observed(self) -> bool:
-        """Whether the loss has been called on targets of which at least one counts. Before, it is unknown how the loss
-        weighs its targets."""
+        """Whether the loss has been called on targets of which at least one counts.
+
+        Before that, it is unknown how the loss weights its targets.
+        """
         return self._observed
 
     def assume_row_mean(self) -> None:
@@ -111,25 +120,33 @@ class Counting:
         self._rule = None
 
     def row_weight(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
-        """Return the weight of rows [low, high). Their share of the batch's loss is this weight divided by the weight
-        of all rows. ``results``: the model's return value for ``few`` rows. A loss without counting rule weighs by the
-        number of rows."""
+        """Return the weight of rows [low, high). Their share of the batch's loss is this weight over the weight of all
+        rows.
+
+        ``results`` is the model's return value for ``few`` rows. If no counting rule is known, the weight is the number
+        of rows.
+        """
         if self._rule is None:
             return float(high - low)
         return self._rule.row_weight(results, few, batch, low, high)
 
 
 class RowMeanCheck:
-    """Checks once whether an unknown loss is the mean over its rows, although some targets are masked (negative
-    integers). It compares the row with the fewest masked targets with the row with the most, in the first micro-batch
-    in which these numbers differ."""
+    """Checks once whether an unknown loss is the mean over its rows although some targets are masked (negative
+    integers).
+
+    It compares the row with the fewest masked targets and the row with the most, in the first micro-batch in which
+    these numbers differ.
+    """
 
     def __init__(self, loss: AnyLoss) -> None:
         self._loss, self._seen = loss, False
 
     def difference(self, results: Any, few: int, targets: Any) -> str:
-        """Return a text that describes how the loss of two rows differs from the mean of their separate losses; "" if
-        it does not. ``results``: outputs of ``few`` rows. ``targets``: of these or of other rows."""
+        """Return a text on how the loss of two rows differs from the mean of their separate losses; '' if it does not.
+
+        ``results`` are the outputs of ``few`` rows, and ``targets`` the targets of these or of other rows.
+        """
         rows = None if self._seen else _masked_unevenly(targets)
         elements = sum(each.numel() for each in tensors_in(results))
         if rows is None or 2 * elements > _MOST_ELEMENTS * few:
@@ -159,7 +176,7 @@ class RowMeanCheck:
 
 
 def _masked_unevenly(targets: Any) -> list[int] | None:
-    """Return the rows with the fewest and the most negative targets; None if all have equally many."""
+    """Return the row with the fewest and the row with the most negative targets; None if all rows have equally many."""
     for each in tensors_in(targets):
         if each.is_floating_point() or each.is_complex() or each.dim() < 1 or len(each) < 2:
             continue
@@ -170,8 +187,10 @@ def _masked_unevenly(targets: Any) -> list[int] | None:
 
 
 def _rows_of(value: Any, few: int, chosen: list[int]) -> Any:
-    """Return the ``chosen`` rows (modulo the number of rows) of nested tensors. With ``few``, tensors of another length
-    are returned whole."""
+    """Return the ``chosen`` rows of the tensors in nested containers. An index is taken modulo the number of rows.
+
+    With ``few``, tensors of another length are returned whole.
+    """
 
     def change(part: Any) -> Any:
         if not isinstance(part, Tensor) or not part.dim() or (few and len(part) != few):
@@ -182,7 +201,7 @@ def _rows_of(value: Any, few: int, chosen: list[int]) -> Any:
 
 
 class _TargetsCounted(Exception):
-    """Raised to stop a loss at its cross-entropy, which counts ``counted`` targets."""
+    """Raised to stop a loss when it calls cross-entropy. ``counted`` is the number of targets that count."""
 
     def __init__(self, counted: float) -> None:
         super().__init__()
@@ -190,8 +209,10 @@ class _TargetsCounted(Exception):
 
 
 class _Observer(TorchFunctionMode):
-    """Records the cross-entropies that run in its context. With ``only_counts`` the first one raises
-    :class:`_TargetsCounted`."""
+    """Records the cross-entropies that run in its context.
+
+    With ``only_counts`` the first cross-entropy raises :class:`_TargetsCounted` with the number of targets.
+    """
 
     def __init__(self, *, only_counts: bool = False) -> None:
         super().__init__()
@@ -217,7 +238,7 @@ class _Observer(TorchFunctionMode):
         return found
 
     def means(self, value: Any) -> bool:
-        """Return whether exactly one cross-entropy ran, it is a mean, and ``value`` is its result."""
+        """Return whether exactly one cross-entropy has run, is a mean, and returned ``value``."""
         if len(self._results) != 1 or not isinstance(value, Tensor):
             return False
         found = self._results[0]
@@ -227,7 +248,7 @@ class _Observer(TorchFunctionMode):
 
 
 def _counted(named: Mapping[str, Any]) -> float:
-    """Return the divisor of a mean cross-entropy with these arguments."""
+    """Return the divisor of a mean cross-entropy with the arguments ``named``."""
     target, weight = named["target"], named.get("weight")
     if target.is_floating_point():  # probabilities of classes
         return target.numel() / named["input"].shape[1 if named["input"].dim() > 1 else 0]
@@ -240,13 +261,15 @@ def _counted(named: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class _CrossEntropyRule:
-    """Counts by calling the ``loss`` up to its cross-entropy."""
+    """Counts targets by calling ``loss`` until it calls cross-entropy."""
 
     loss: AnyLoss
 
     def row_weight(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
-        """Return the number of rows times the share of their targets that the loss counts. The loss is called on
-        outputs without values: meta tensors, or expanded zeros if it needs values."""
+        """Return the number of rows times the fraction of their targets that the loss counts.
+
+        The loss is called on outputs without values: meta tensors, or expanded zeros if it needs values.
+        """
         rows, targets = high - low, batch.targets(low, high)
         size = sum(each.numel() for each in tensors_in(targets)) or rows
         for blank in (_meta, _zeros):
@@ -267,21 +290,24 @@ class _CrossEntropyRule:
 
 @dataclass(frozen=True)
 class _LabelRule:
-    """Counts the non-negative labels among a model's inputs. ``place``: the index of the label tensor; ``shifted``:
-    each score predicts the next label, so a row's first label does not count."""
+    """Counts the labels that are not negative among a model's inputs.
+
+    ``place`` is the index of the label tensor. ``shifted``: each score predicts the next label, so a row's first label
+    does not count.
+    """
 
     place: int
     shifted: bool
 
     def row_weight(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
-        """Return the number of rows times the share of their labels that are not ignored."""
+        """Return the number of rows times the fraction of their labels that are not ignored."""
         del results, few
         labels = list(tensors_in(batch.inputs(low, high)))[self.place]
         kept = (labels[..., 1:] if self.shifted else labels) >= 0
         return (high - low) * float(kept.sum()) / labels.numel()
 
     def scored(self, results: Any, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the scores and their labels."""
+        """Return the scores and the labels that belong to them."""
         labels = inputs[self.place]
         scores = next(
             each
@@ -292,8 +318,11 @@ class _LabelRule:
 
 
 def _label_rule(value: Tensor, results: Any, inputs: Any) -> tuple[_LabelRule | None, bool]:
-    """Return a rule and a flag. The rule counts the labels among ``inputs`` if ``value`` is a mean over them; otherwise
-    it is None. The flag tells whether this is certain; it is not if no label counts."""
+    """Return a counting rule or None, and whether that result is certain.
+
+    The rule counts the labels among ``inputs`` if the loss ``value`` is a mean over them. The result is uncertain if no
+    label counts.
+    """
     best, rule = _SAME_HALF if value.dtype.itemsize < 4 else _SAME, None
     scores = [each for each in tensors_in(results) if each.is_floating_point()]
     for place, labels in enumerate(tensors_in(inputs)):
@@ -312,8 +341,10 @@ def _label_rule(value: Tensor, results: Any, inputs: Any) -> tuple[_LabelRule | 
 
 
 def _mean(scores: Tensor, labels: Tensor, shifted: bool) -> float | None:
-    """Return the mean cross-entropy of ``labels``; None if no label counts. Computed row by row, because all rows at
-    once would need as much memory as the scores again."""
+    """Return the mean cross-entropy of ``labels``, or None if no label counts.
+
+    It is computed row by row, because all rows at once would need as much memory as the scores again.
+    """
     total, counted = 0.0, 0
     with torch.no_grad():
         for row, classes in zip(scores.detach(), labels.to(scores.device)):
@@ -329,8 +360,11 @@ def _mean(scores: Tensor, labels: Tensor, shifted: bool) -> float | None:
 
 
 def _blank(results: Any, few: int, rows: int, make: Callable[[Tensor, list[int]], Tensor]) -> Any:
-    """Return a stand-in for the model's outputs of ``rows`` rows. ``results``: the outputs of ``few`` rows, whose
-    structure it has. ``make(tensor, shape)`` returns each of its tensors."""
+    """Return a stand-in for the model's outputs of ``rows`` rows.
+
+    It has the structure of ``results``, the outputs of ``few`` rows. ``make(tensor, shape)`` returns each of its
+    tensors.
+    """
 
     def change(part: Any) -> Any:
         if not isinstance(part, Tensor):

@@ -1,10 +1,10 @@
-"""Describe a module as a chain of blocks on the meta device, without memory.
+"""Describe a module as a chain of blocks on the meta device, without allocating memory.
 
 The model is built once by its constructor, on the meta device (:mod:`parallax.model.construction`).
 :mod:`parallax.model.materialise` creates the blocks of one stage with values.
 
-A parameter is identified by its name in the model. A block's module need not be part of the model, so names are found
-by object identity: the blocks hold the model's own tensors.
+A parameter is identified by its name in the model. A block's module need not be part of the model, but it holds the
+model's own tensors, so names are found by object identity.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ SPLIT_HELP = (
 class Chain:
     """The blocks of a model in order.
 
-    ``model`` is the whole model on the meta device; the blocks hold its tensors, and ``deferred`` makes their values.
-    ``ties``: for each parameter that several blocks share, its model-wide name → its users as ``(block index, name
+    ``model`` is the whole model on the meta device. The blocks hold its tensors, and ``deferred`` creates their values.
+    ``ties`` maps the model-wide name of each parameter that several blocks share to its users, as ``(block index, name
     inside the block)``, the first user first. ``nest``: paths of the tensors in nested inputs.
 
-    ``weights``: a safetensors file, or a folder of such files, with initial values; None: the constructor makes all
+    ``weights``: a safetensors file, or a folder of such files, with initial values; None: the constructor creates all
     values. ``layout``: how these files name and store the model's tensors. With ``partial_weights`` the files may lack
-    tensors, whose values the constructor then makes. ``base``: a text that identifies the source of the frozen
-    parameters, equal whenever the model is built; checkpoints then leave frozen parameters out. Empty: checkpoints hold
-    all parameters.
+    tensors, whose values the constructor then creates. ``base``: a text that identifies the source of the frozen
+    parameters, equal whenever the model is built; checkpoints then omit frozen parameters. Empty: checkpoints hold all
+    parameters.
     """
 
     deferred: DeferredModel = field(repr=False)
@@ -74,8 +74,10 @@ class Chain:
         return self.deferred.model
 
     def fingerprint(self) -> str:
-        """Return a hash of structure, shapes and frozen parameters; models with equal hash have equal costs and
-        names."""
+        """Return a hash of structure, shapes and frozen parameters.
+
+        Models with equal hash have equal costs and names.
+        """
         text = [str(self.dtype)]
         for block in self.blocks:
             kinds = [f"{name}: {type(m).__qualname__}" for name, m in block.module.named_modules()]
@@ -87,8 +89,10 @@ class Chain:
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     def structure(self) -> str:
-        """Return a hash of the modules, the names and shapes of weights, ties and frozen parameters. It is equal for
-        one model in several number formats. Their fingerprints may differ, because their recorded forwards may differ.
+        """Return a hash of the modules, the names and shapes of weights, ties and frozen parameters.
+
+        Unlike :meth:`fingerprint`, it is equal for one model in several number formats, whose recorded forwards may
+        differ.
         """
         model = self.model
         text = [f"{name}: {type(module).__qualname__}" for name, module in model.named_modules()]
@@ -97,8 +101,10 @@ class Chain:
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     def arguments(self, value: Any) -> tuple[Tensor, ...]:
-        """Return the model's inputs as a tuple of tensors for the first block. ``value``: a tensor, a sequence or
-        mapping of tensors, or a value nested like the sample."""
+        """Return the model's inputs as a tuple of tensors for the first block.
+
+        ``value``: a tensor, a sequence or mapping of tensors, or a value nested like the sample.
+        """
         found = self._tensors(value)
         for tensor, sizes in zip(found, self.sizes):
             wrong = len(sizes) != tensor.ndim or any(
@@ -139,14 +145,14 @@ class Chain:
         return tuple(part for _, part in found)
 
     def results(self, outputs: tuple[Tensor, ...]) -> Any:
-        """Return the last block's outputs in the structure that the model returns; the loss gets this value."""
+        """Return the last block's outputs in the structure that the model returns, which the loss expects."""
         if self.template is not None:
             return rebuild(self.template, outputs)
         return outputs[0] if len(outputs) == 1 else outputs
 
     @property
     def left_out(self) -> frozenset[str]:
-        """Names of the parameters that no checkpoint holds."""
+        """Names of the parameters that checkpoints omit."""
         return self.frozen if self.base else frozenset()
 
     @cached_property
@@ -156,7 +162,9 @@ class Chain:
 
     @cached_property
     def names(self) -> tuple[dict[str, str], ...]:
-        """For each block: name inside → name in the model, of its parameters and persistent buffers."""
+        """For each block, a mapping from names inside the block to names in
+        the model, of parameters and persistent buffers.
+        """
         found: dict[int, str] = {}
         for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
             found.setdefault(id(tensor), name)
@@ -181,12 +189,12 @@ def describe(
     partial_weights: bool = False,
     base: str = "",
 ) -> Chain:
-    """Build ``factory()`` on the meta device and partition it into blocks.
+    """Build ``factory()`` on the meta device, partition it into blocks, and return the chain.
 
     The first applicable source of blocks is used: the module paths in ``blocks``; the module's own ``blocks()``; the
     children of an ``nn.Sequential``; the program of its ``forward``, recorded on fake tensors
     (:mod:`parallax.model.recording`) and partitioned at boundaries of few bytes. ``sample(n)`` returns inputs of n
-    rows, of which only shape and type are used.
+    rows, of which only shape and dtype are used.
 
     ``weights``: a safetensors file or a folder of them, with the model's names. With ``partial_weights`` they may lack
     tensors, such as a new head, and hold others (:func:`~parallax.model.materialise.check_weights` lists both).
@@ -238,8 +246,9 @@ def _partition(
 
 
 def _value(deferred: DeferredModel, dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """Return the real value of ``tensor``, a tensor of the model on the meta device, as the model's constructor made
-    it."""
+    """Return the real value of ``tensor``, a model tensor on the meta
+    device, as the model's constructor computes it.
+    """
     alone = nn.Module()
     alone.register_buffer("value", tensor)
     made: Tensor = deferred.values().deepcopy_memo(alone, dtype, {})[id(tensor)]
@@ -247,8 +256,10 @@ def _value(deferred: DeferredModel, dtype: torch.dtype, tensor: Tensor) -> Tenso
 
 
 def parameter_names(chain: Chain, indices: Iterable[int]) -> dict[str, tuple[int, str]]:
-    """Return model-wide name → (block, name inside) of each parameter and buffer of the blocks ``indices``; a shared
-    one appears once."""
+    """Return {model-wide name: (block, name inside)} for the parameters and buffers of the blocks ``indices``.
+
+    A shared tensor appears once.
+    """
     names: dict[str, tuple[int, str]] = {}
     for i in indices:
         for inner, name in chain.names[i].items():
@@ -291,7 +302,7 @@ def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
 
 
 def _check_apart(names: Mapping[int, str], modules: Sequence[nn.Module]) -> None:
-    """Raise :class:`DescribeError` if a module is in two blocks that the user named."""
+    """Raise :class:`DescribeError` if a module is in two of the blocks that the user named."""
     seen: dict[int, str] = {}
     for block in modules:
         for module in block.modules():
@@ -304,7 +315,7 @@ def _check_apart(names: Mapping[int, str], modules: Sequence[nn.Module]) -> None
 
 
 def _check_cover(model: nn.Module, blocks: Sequence[Block]) -> None:
-    """Raise :class:`DescribeError` if a parameter or buffer is in no block."""
+    """Raise :class:`DescribeError` if a parameter or buffer of the model is in no block."""
     held = {id(t) for b in blocks for t in [*b.module.parameters(), *b.module.buffers()]}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if id(tensor) not in held:
@@ -336,7 +347,7 @@ def as_tuple(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _given(value: Any) -> tuple[Tensor, ...]:
-    """Return inputs that consist of tensors only as a tuple."""
+    """Return inputs as a tuple of tensors. Raises :class:`DescribeError` if one of them is no tensor."""
     parts = [value] if isinstance(value, Tensor) else value
     if isinstance(parts, tuple | list) and all(isinstance(part, Tensor) for part in parts):
         return tuple(parts)

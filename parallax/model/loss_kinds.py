@@ -1,8 +1,8 @@
-"""The ``loss`` settings, and the losses of torch.nn.functional as sums over what their means count.
+"""The ``loss`` settings, and losses of torch.nn.functional computed as a sum and a separate divisor.
 
 A mean cannot be computed from the means of micro-batches whose numbers of counted targets differ: ignored targets and
-class weights change the divisor. So each loss here returns a sum, and ``count(targets)`` the divisor for any rows: the
-loss of the global batch is the sum over all micro-batches divided by the count of all targets.
+class weights change the divisor. So each loss here returns a sum, and ``count(targets)`` returns the divisor for any
+rows. The loss of the global batch is the sum over all micro-batches divided by the count of all targets.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ _OWN = ("input", "target", "size_average", "reduce")  # arguments that are not o
 
 @dataclass(frozen=True)
 class _TorchKind:
-    """A loss of torch. ``targets``: a class for each vector of scores, a number for each output (elements), or a
-    vector of labels for each vector of scores. ``vectors``: the options that are lists of numbers, one for each class
-    or label."""
+    """A kind of loss in torch.
+
+    ``targets``: a class for each vector of scores, a number for each output (elements), or a vector of labels for each
+    vector of scores. ``vectors``: the options that are lists of numbers, one for each class or label.
+    """
 
     function: Callable[..., Tensor]
     targets: str
@@ -68,13 +70,14 @@ LOSSES = (MODEL, *_KINDS, CUSTOM)
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """The loss. It is that of the whole global batch, however the batch is split.
+    """The loss. It is computed over the whole global batch, however the batch is split.
 
-    ``name``: model is the model's own loss, or mean cross-entropy if it has none; custom is your own; the others are
-    those of torch.nn.functional, with class scores in the last dimension of the outputs or of their ``logits``.
-    ``target``: your own loss, for custom: a function (outputs, targets, ...) or a class of such objects, as
-    package.module:name. ``kwargs``: options of the function or class; those of torch are its keywords, such as
-    ``weight``, a list with a number for each class, ``ignore_index``, ``label_smoothing`` and ``reduction``.
+    ``name``: model is the model's own loss, or mean cross-entropy if it has none; custom is your own loss; all other
+    names are losses of torch.nn.functional, which expect class scores in the last dimension of the outputs or of their
+    ``logits``. ``target``: your own loss, for custom: a function (outputs, targets, ...), or a class whose objects are
+    such functions, as package.module:name. ``kwargs``: arguments of the function or class; for a loss of torch, its
+    keywords, such as ``weight`` (a list with a number for each class), ``ignore_index``, ``label_smoothing`` and
+    ``reduction``.
     """
 
     name: str = MODEL
@@ -93,7 +96,7 @@ class LossConfig:
             TorchLoss(self.name, self.kwargs).check_options()
 
     def build(self) -> Callable[[Any, Any], Any] | None:
-        """Return the loss; None for that of the model."""
+        """Return the loss; None for the model's own loss."""
         if self.name == MODEL:
             return None
         if self.name != CUSTOM:
@@ -108,7 +111,7 @@ class LossConfig:
 
     @property
     def takes_classes(self) -> bool | None:
-        """Whether each target is the class of a vector of scores; None if only the loss itself knows."""
+        """Whether each target is the class of a vector of scores; None if this is unknown for a custom loss."""
         kind = _KINDS.get(self.name)
         return None if kind is None else kind.targets == "classes"
 
@@ -124,8 +127,10 @@ class LossConfig:
 
 
 class TorchLoss:
-    """The loss ``name`` of torch.nn.functional with the keywords ``kwargs``, as a sum over the targets that
-    :meth:`count` counts."""
+    """The loss ``name`` of torch.nn.functional with the keywords ``kwargs``, as a sum.
+
+    The sum is over the targets that :meth:`count` counts.
+    """
 
     def __init__(self, name: str, kwargs: Mapping[str, Any]) -> None:
         self._name, self._kind, self._kwargs = name, _KINDS[name], dict(kwargs)
@@ -154,7 +159,7 @@ class TorchLoss:
         )
 
     def count(self, targets: Any) -> float:
-        """Return the divisor of the loss of rows with these ``targets``."""
+        """Return the divisor of the loss for rows with these ``targets``."""
         if self._reduction == "sum" or not isinstance(targets, Tensor):
             return 1.0
         if self._reduction == "batchmean":
@@ -167,7 +172,7 @@ class TorchLoss:
         return self._counted(targets)
 
     def check_options(self) -> None:
-        """Raise :class:`ConfigError` for an option that torch refuses."""
+        """Raise :class:`ConfigError` for an option that torch rejects."""
         accepted = [*self._kind.options]
         given = [*self._kwargs, *self._vectors]
         for name in given:
@@ -193,8 +198,11 @@ class TorchLoss:
             ) from error
 
     def _compare_with_own(self, own: Any, scores: Tensor, targets: Tensor) -> bool:
-        """Return whether scores and targets are known to belong together. Raises :class:`DescribeError` if the model's
-        ``own`` loss, of labels among its inputs, is that of each score and the next target, as in causal models."""
+        """Return whether scores and targets are known to belong together.
+
+        Raises :class:`DescribeError` if the model's ``own`` loss, from labels among its inputs, pairs each score with
+        the next target, as in causal models.
+        """
         if not isinstance(own, Tensor) or scores.dim() != 3 or targets.shape != scores.shape[:2]:
             return True
         if type(scores) is not Tensor or scores.is_meta:
@@ -215,7 +223,7 @@ class TorchLoss:
         return not next_label and not math.isnan(mine)  # as if no label counts
 
     def _counted(self, targets: Tensor) -> float:
-        """Return the number of classes that are not ignored, each with its weight."""
+        """Return the number of classes that are not ignored, each counted with its weight."""
         kept = targets != self._ignored
         if "weight" not in self._vectors:
             return float(kept.sum())
@@ -229,7 +237,7 @@ class TorchLoss:
         return float(weight[classes].sum())
 
     def _matched(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scores and targets in the shapes and types that the function takes."""
+        """Return scores and targets in the shapes and dtypes that torch's function expects."""
         kind = self._kind.targets
         if scores.dim() > 1 and kind != "elements":
             same = targets.shape == scores.shape
@@ -257,7 +265,10 @@ class TorchLoss:
         )
 
     def _on_device(self, scores: Tensor) -> dict[str, Tensor]:
-        """Return the vectors like ``scores``, copied once to each device; copies without values are not kept."""
+        """Return the list options as tensors on the device of ``scores``.
+
+        They are copied once to each device. Copies without values (on the meta device) are not cached.
+        """
         key, plain = (scores.device, scores.dtype), type(scores) is Tensor
         found = self._copies.get(key) if plain else None
         if found is None:
@@ -277,7 +288,7 @@ class TorchLoss:
 
 
 def _length(key: str, values: Any) -> int:
-    """Return the number of values. Raises :class:`ConfigError` if they are not a list of numbers."""
+    """Return the length of ``values``. Raises :class:`ConfigError` if they are not a list of numbers."""
     plain = isinstance(values, list) and all(
         isinstance(each, int | float) and not isinstance(each, bool) for each in values
     )

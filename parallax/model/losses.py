@@ -1,4 +1,4 @@
-"""Call a user's loss, and refuse return values that cannot be trained with."""
+"""Call a user's loss, and raise errors for return values that cannot be trained with."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ _ACCEPTED = "a tensor of one number, alone, first in a tuple, or as loss in a di
 def call_loss(
     loss: Callable[[Any, Any], Any], outputs: Any, targets: Any, *, alone: bool = False
 ) -> Tensor:
-    """Return the loss of some rows. Raises :class:`DescribeError` if it is not a tensor of one element, or if it uses
-    parameters or buffers of the model, which have no values in this process. ``alone``: also raise for a tuple of
-    several losses; to detect them, their graphs are searched."""
+    """Return the loss of some rows.
+
+    Raises :class:`DescribeError` if it is not a tensor of one element, or if it uses parameters or buffers of the
+    model, which have no values in this process. ``alone``: also raise an error for a tuple of several losses, which are
+    detected by a search of their autograd graphs.
+    """
     try:
         returned = loss(outputs, targets)
         found = _first(returned)
@@ -44,7 +47,9 @@ def call_loss(
 
 
 def check_loss(loss: Callable[[Any, Any], Any]) -> None:
-    """Raise :class:`DescribeError` if the loss has trainable parameters: only the model's are trained."""
+    """Raise :class:`DescribeError` if the loss has trainable parameters,
+    because only those of the model are trained.
+    """
     inner = loss.func if isinstance(loss, partial) else loss
     named = inner.named_parameters() if isinstance(inner, nn.Module) else ()
     trained = [name for name, parameter in named if parameter.requires_grad]
@@ -56,14 +61,14 @@ def check_loss(loss: Callable[[Any, Any], Any]) -> None:
 
 
 def scores_of(outputs: Any) -> Any:
-    """Return the ``logits`` among a model's outputs; other outputs as they are."""
+    """Return the ``logits`` among a model's outputs, or the outputs themselves if they have none."""
     if isinstance(outputs, Mapping) and "logits" in outputs:
         return outputs["logits"]
     return getattr(outputs, "logits", outputs)
 
 
 def _first(found: Any) -> Any:
-    """Return the loss tensor from a returned dict, tuple or model output."""
+    """Return the loss tensor in a returned dict, tuple or model output."""
     if isinstance(found, Mapping) and "loss" in found:
         return found["loss"]
     if isinstance(found, tuple | list) and found:
@@ -72,8 +77,10 @@ def _first(found: Any) -> Any:
 
 
 def _check_one_loss(returned: Any) -> None:
-    """Raise :class:`DescribeError` for a tuple of several losses that a training loop would minimise separately. Parts
-    of the first loss, and numbers computed from it, are accepted."""
+    """Raise :class:`DescribeError` for a tuple of several losses that a training loop would minimise separately.
+
+    Parts of the first loss, and numbers computed from it, are accepted.
+    """
     first, *others = returned if isinstance(returned, tuple | list) else (returned,)
     for other in others:
         if not isinstance(other, Tensor) or other.numel() != 1 or other.grad_fn is None:
@@ -87,7 +94,7 @@ def _check_one_loss(returned: Any) -> None:
 
 
 def _graph(tensor: Tensor) -> set[Any]:
-    """Return the nodes of the graph that computed ``tensor``."""
+    """Return the nodes of the autograd graph that computed ``tensor``."""
     found: set[Any] = set()
     ahead: list[Any] = [tensor.grad_fn]
     while ahead:
@@ -99,8 +106,10 @@ def _graph(tensor: Tensor) -> set[Any]:
 
 
 def _names_on_meta(loss: Any) -> list[str]:
-    """Return the names of the loss's parameters and buffers that are on the meta device. Their module is the loss
-    itself, or the object whose method the loss is."""
+    """Return the names of the loss's parameters and buffers that are on the meta device.
+
+    They belong to the loss itself if it is a module, or to the module whose method the loss is.
+    """
     module = loss if isinstance(loss, nn.Module) else getattr(loss, "__self__", None)
     if not isinstance(module, nn.Module):
         return []

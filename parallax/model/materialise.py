@@ -1,6 +1,6 @@
-"""The blocks of one stage with initialized parameters, so that no process holds more than its own stage.
+"""Create the blocks of one stage with initialized parameters, so that each process holds only its own stage.
 
-Values are those that the model's own constructor makes (:mod:`parallax.model.construction`), computed for the stage's
+Values are those that the model's own constructor creates (:mod:`parallax.model.construction`), computed for the stage's
 tensors only and equal under every plan. Weights from a file replace them, block by block.
 """
 
@@ -29,10 +29,10 @@ def materialise(chain: Chain, start: int, stop: int, device: torch.device) -> li
 def materialise_each(
     chain: Chain, indices: Iterable[int], device: torch.device
 ) -> Iterator[nn.Module]:
-    """Yield the blocks ``indices``, in ascending order, one at a time, so that all need not fit at once.
+    """Yield the blocks ``indices``, in ascending order, with initialized parameters, one at a time.
 
-    Values are made on the CPU, block by block, so that they depend neither on the plan nor on the device. A parameter
-    that several of the blocks share is one parameter.
+    So all blocks need not fit in memory at once. Values are created on the CPU, so that they depend neither on the plan
+    nor on the device. A parameter that several of the blocks share is one parameter.
     """
     weights = CheckpointWeights(chain.weights, chain.layout) if chain.weights else None
     aliases = tied_names(chain.model)
@@ -64,9 +64,11 @@ def materialise_each(
 
 
 def _check_values(chain: Chain, index: int, block: nn.Module, saved: Mapping[str, str]) -> None:
-    """Raise :class:`CheckpointError` if a trained parameter is NaN or infinite: training would diverge, and no
-    checkpoint may hold it. Frozen parameters may be infinite, as masks are. ``saved`` maps names to those in weight
-    files."""
+    """Raise :class:`CheckpointError` if a trained parameter is NaN or infinite.
+
+    Training would diverge, and no checkpoint may hold such values. Frozen parameters may be infinite, as masks are.
+    ``saved`` maps names to names in weight files.
+    """
     state = block.state_dict(keep_vars=True)
     for inner, name in chain.names[index].items():
         tensor = state[inner]
@@ -90,8 +92,10 @@ def _check_values(chain: Chain, index: int, block: nn.Module, saved: Mapping[str
 
 @contextlib.contextmanager
 def _same_parameters(device: torch.device) -> Iterator[None]:
-    """A context in which ``module.to(device)`` keeps Parameter objects. For some device types torch creates one new
-    parameter per name, which would break ties."""
+    """A context in which ``module.to(device)`` keeps Parameter objects.
+
+    For some device types torch creates one new parameter per name, which would break ties.
+    """
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(swaps or not _keeps_parameters(device))
     try:
@@ -108,8 +112,10 @@ def _keeps_parameters(device: torch.device) -> bool:
 
 
 def check_weights(chain: Chain) -> list[str]:
-    """Return one line for each kind of tensor that the files of ``chain`` lack or have in excess. Raises
-    :class:`CheckpointError` if they do not belong to its model."""
+    """Return one line for each kind of tensor that is missing in the weight files of ``chain`` or is not in the model.
+
+    Raises :class:`CheckpointError` if the files do not belong to the model.
+    """
     if chain.weights is None:
         return []
     weights, aliases = CheckpointWeights(chain.weights, chain.layout), tied_names(chain.model)

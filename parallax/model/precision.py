@@ -1,8 +1,8 @@
 """Number formats of parameters, matrix products, boundary tensors and the optimizer.
 
-Half the bits double the speed and halve the bytes, with two losses: a two-byte weight is too coarse for small updates,
-and small fp16 gradients underflow to zero. So updates are made on full-precision master copies, and the loss is scaled
-to keep gradients in range (Micikevicius et al. 2018, "Mixed Precision Training", sections 3.1 and 3.2).
+Half the bits double the speed and halve the bytes, with two disadvantages: a two-byte weight is too coarse for small
+updates, and small fp16 gradients underflow to zero. So updates are made on full-precision master copies, and the loss
+is scaled to keep gradients in range (Micikevicius et al. 2018, "Mixed Precision Training", sections 3.1 and 3.2).
 
 ====================  ===========  ==================================================================
 ``parameters``        ``compute``  meaning
@@ -43,11 +43,13 @@ _SHORT = ("bf16", "fp16")
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """``parameters``: type of weights and gradients. Two-byte parameters have fp32 master copies, which the optimizer
-    updates; its states are fp32 too. ``compute``: type of matrix products.
+    """Number formats of a run.
+
+    ``parameters``: dtype of weights and gradients. Two-byte parameters have fp32 master copies, which the optimizer
+    updates; optimizer states are fp32 too. ``compute``: dtype of matrix products.
 
     ``loss_scale``: the factor of the loss before the backward; ``auto`` adapts it in fp16
-    (:class:`~parallax.runtime.optim.scaling.LossScale`), and is 1 in other types, whose range is enough.
+    (:class:`~parallax.runtime.optim.scaling.LossScale`), and is 1 in other dtypes, whose range is sufficient.
     """
 
     parameters: str = "fp32"
@@ -70,26 +72,34 @@ class PrecisionConfig:
 
     @property
     def masters(self) -> str:
-        """The dtype in which the optimizer updates weights: that of the parameters or of the master copies. A run can
-        resume in any number format with the same dtype of masters."""
+        """The dtype in which the optimizer updates weights: that of the parameters, or of the master copies if there
+        are any.
+
+        A run can resume in any number format with the same dtype of masters.
+        """
         return "fp32" if self.parameters in _SHORT else self.parameters
 
     @property
     def boundary_dtype(self) -> torch.dtype | None:
-        """The type in which floating tensors travel between stages: that of matrix products if it has two bytes; None:
-        each tensor's own type."""
+        """The dtype in which floating-point tensors are sent between stages.
+
+        It is the dtype of matrix products if that has two bytes; None means each tensor's own dtype.
+        """
         return DTYPES[self.compute] if self.compute in _SHORT else None
 
     def autocast(self, device_type: str) -> contextlib.AbstractContextManager[object]:
-        """Return the context for forwards of blocks and loss."""
+        """Return the autocast context for forwards of blocks and loss."""
         if self.compute in (self.parameters, "tf32"):
             return AS_IT_IS
         return torch.autocast(device_type, dtype=DTYPES[self.compute])
 
     @contextlib.contextmanager
     def products(self) -> Iterator[None]:
-        """A context for matrix products, forward and backward. For tf32 it sets torch's process-wide precision and
-        restores it at exit; on a CPU without tf32 this has no effect. Other formats change nothing."""
+        """A context for matrix products, forward and backward.
+
+        For tf32 it sets torch's process-wide precision and restores it on exit; on a CPU without tf32 this has no
+        effect. Other formats change nothing.
+        """
         if self.compute != "tf32":
             yield
             return
@@ -104,7 +114,9 @@ class PrecisionConfig:
             convolutions.allow_tf32 = before[1]
 
     def __str__(self) -> str:
-        """Return the name of the recipe (:data:`parallax.plan.analytic.recipe.RECIPES`)."""
+        """Return the name of the planner's recipe for this precision
+        (:data:`parallax.plan.analytic.recipe.RECIPES`).
+        """
         if self.compute in (self.parameters, "tf32"):
             return self.compute
         return f"{self.parameters}+{self.compute} autocast"

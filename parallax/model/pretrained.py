@@ -25,9 +25,11 @@ def layout_of(model: nn.Module) -> FileLayout:
 def read_weights(
     model: nn.Module, path: Path, without: Collection[str] = (), *, incomplete: bool = False
 ) -> None:
-    """Load the safetensors file or folder at ``path`` into ``model``, except the tensors ``without``. With
-    ``incomplete`` the files may lack parts such as a new head. In a recorded constructor nothing is read yet: each
-    stage reads its own tensors later. Raises :class:`CheckpointError` if the files do not belong to this model."""
+    """Load the safetensors file or folder at ``path`` into ``model``, except the tensors ``without``.
+
+    With ``incomplete`` the files may lack parts such as a new head. In a recorded constructor nothing is read yet: each
+    stage reads its own tensors later. Raises :class:`CheckpointError` if the files do not belong to this model.
+    """
     with without_function_modes(), without_operator_modes():
         weights = CheckpointWeights(path, layout_of(model))
         state = model.state_dict(keep_vars=True)
@@ -46,7 +48,7 @@ def read_weights(
 
 
 def mismatched_shapes(model: nn.Module, path: Path, names: Collection[str]) -> list[str]:
-    """Return those of ``names`` whose shape in the files at ``path`` differs from that in ``model``."""
+    """Return the tensors in ``names`` whose shape in the files at ``path`` differs from the shape in ``model``."""
     with without_function_modes(), without_operator_modes():
         shapes = CheckpointWeights(path, layout_of(model)).shapes()
         state = model.state_dict(keep_vars=True)
@@ -55,12 +57,12 @@ def mismatched_shapes(model: nn.Module, path: Path, names: Collection[str]) -> l
 
 @cache
 def log_once(line: str) -> None:
-    """Log a line once per process, however often the model is built."""
+    """Log a line once per process, even if the model is built several times."""
     logger.info(line)
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:
-    """Return, for each shared parameter or buffer, its first name → its other names."""
+    """Return {first name: other names} for each shared parameter or buffer."""
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)

@@ -1,4 +1,4 @@
-"""Wrappers of torch's private API."""
+"""Wrappers of private APIs of torch."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ number."""
 
 
 def in_backward() -> bool:
-    """Return whether this thread runs a backward node."""
+    """Return whether this thread is running a backward node."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 class OperatorMode(TorchDispatchMode):
-    """A TorchDispatchMode, that is, a context that intercepts every operator.
+    """A TorchDispatchMode, a context that intercepts every operator, without torch's import of its compiler.
 
-    Torch keeps its compiler out of such modes and imports it for that purpose, which takes a second. If nothing has
+    Torch excludes such modes from compilation and imports the compiler for that, which takes a second. If nothing has
     imported the compiler, this class skips that step.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Choose at each call between the subclass's ``__torch_dispatch__`` and torch's wrapper of it."""
+        """At each call, choose between the subclass's ``__torch_dispatch__`` and torch's wrapper of it."""
         plain = cls.__torch_dispatch__
         super().__init_subclass__(**kwargs)
         wrapped = cls.__torch_dispatch__
@@ -52,8 +52,11 @@ class OperatorMode(TorchDispatchMode):
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Return ``function`` itself, a Python function, excluded from compilation together with the functions it calls.
-    ``torch.compiler.disable`` has the same effect, but adds eight calls each time and imports the compiler."""
+    """Return ``function`` itself, excluded from compilation together with the functions that it calls.
+
+    It must be a Python function. ``torch.compiler.disable`` has the same effect, but adds eight calls each time and
+    imports the compiler.
+    """
     _run_as(function.__code__, "SKIP")
     return function
 
@@ -62,8 +65,11 @@ _KEPT_PLAIN: Counter[CodeType] = Counter()
 
 
 def keep_plain(function: Callable[..., Any]) -> Callable[[], None]:
-    """Exclude ``function`` and its callees from compilation, until the returned function is called. It also works if
-    the user has already passed it to ``torch.compile``. All functions that share its code are affected."""
+    """Exclude ``function`` and the functions that it calls from compilation until the returned function is called.
+
+    This also works if the user has already passed it to ``torch.compile``. All functions that share its code object are
+    affected.
+    """
     code, once = function.__code__, [True]
     _KEPT_PLAIN[code] += 1
     _run_as(code, "SKIP")
@@ -160,45 +166,48 @@ METADATA: frozenset[Any] = frozenset(
 
 
 def storage_references(storage: torch.UntypedStorage) -> int:
-    """Return the number of tensors that share ``storage``, and one for ``storage`` itself."""
+    """Return one more than the number of tensors that share ``storage``."""
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether a saved tensor of autograd, an alias or an array shares the memory of ``tensor``."""
+    """Return whether a tensor saved by autograd, an alias or an array shares the memory of ``tensor``."""
     uses: int = tensor._use_count()  # type: ignore[attr-defined]
     return uses > 1 or storage_references(tensor.untyped_storage()) > 2
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of ``module`` run code of ``torch.compile``."""
+    """Return whether calls of ``module`` run code of ``torch.compile``."""
     dynamo: Any = sys.modules.get("torch._dynamo")
     wrapped = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
     return wrapped or module._compiled_call_impl is not None
 
 
 def count_as_plain(kind: type[Tensor]) -> None:
-    """Make ``torch.nn.utils`` treat lists of ``kind`` like lists of plain tensors."""
+    """Make ``torch.nn.utils`` treat lists of tensors of the class ``kind`` like lists of plain tensors."""
     _foreach_supported_types.append(kind)
 
 
 def current_node() -> int | None:
-    """Return the number of the backward node that runs on this thread; None outside of a backward."""
+    """Return the number of the backward node that this thread is running; None outside a backward."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 
 
 class NestedSizes:
-    """Repeats the symbols that torch assigns to the row lengths of nested tensors. Torch numbers these symbols with a
-    counter. A recomputed forward must start from the same count, otherwise its saved tensors would not match."""
+    """Repeats the symbols that torch assigns to the row lengths of nested tensors.
+
+    Torch numbers these symbols with a counter. A recomputed forward must start from the same count, otherwise its saved
+    tensors would not match.
+    """
 
     def __init__(self) -> None:
         self._first: int | None = None
 
     @contextmanager
     def repeat(self) -> Iterator[None]:
-        """A context that starts the counter where the first run started it."""
+        """A context in which the counter starts from the value that it had in the first run."""
         counts: Any = sys.modules.get("torch.nested._internal.nested_tensor")
         now = counts._tensor_id_counter if counts is not None else 0
         if self._first is None:
@@ -214,9 +223,11 @@ class NestedSizes:
 
 
 def _metadata(tensor: Tensor) -> dict[str, Any]:
-    """Return the metadata of a saved tensor that a recomputed forward must reproduce. Row lengths of a jagged nested
-    tensor are new symbols in each forward, and a strided nested tensor has no symbols. So of a nested tensor, only the
-    numbers of dimensions and elements are compared."""
+    """Return the metadata of a saved tensor that a recomputed forward must reproduce.
+
+    Row lengths of a jagged nested tensor are new symbols in each forward, and a strided nested tensor has no symbols.
+    So for a nested tensor, only the numbers of dimensions and elements are compared.
+    """
     nested = tensor.is_nested
     shape = (tensor.dim(), tensor.numel()) if nested else tensor.shape
     return {"shape": shape, "dtype": tensor.dtype, "device": tensor.device}

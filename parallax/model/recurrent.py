@@ -1,8 +1,9 @@
-"""Weights of recurrent modules, which CUDA keeps in one buffer.
+"""Find the weights of recurrent modules, which CUDA keeps in one buffer.
 
-cuDNN takes all weights of an nn.LSTM, nn.GRU or nn.RNN as one buffer, so torch makes them views of one. Weights in
-memory of their own are copied into such a buffer in every forward, which stays until the backward. So they stay on the
-device where parameters are offloaded."""
+cuDNN takes all weights of an nn.LSTM, nn.GRU or nn.RNN as one buffer, so torch makes them views of one buffer. If they
+were in separate memory, every forward would copy them into such a buffer, which is kept until the backward. So they
+stay on the device if other parameters are offloaded.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from parallax.machine.accelerators import accelerator_of
 
 
 def flattens_weights(device: torch.device) -> bool:
-    """Whether torch keeps the weights of a recurrent module in one buffer on ``device``."""
+    """Return whether torch keeps the weights of a recurrent module in one buffer on ``device``."""
     return device.type != "cpu" and accelerator_of(device).flattens_recurrent_weights
 
 

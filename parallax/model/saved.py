@@ -1,4 +1,4 @@
-"""Decide which tensors that autograd saves are activations that may be offloaded.
+"""Decide which of the tensors that autograd saves are activations that may be offloaded.
 
 Profiler and swap manager share this rule, so that predicted and offloaded bytes agree.
 """
@@ -35,19 +35,21 @@ def address(storage: UntypedStorage) -> int:
 
 
 def _of_bytes(storage: UntypedStorage) -> int:
-    """Return the same key as :func:`address`, faster, for devices with memory, where only an empty storage has no
-    address."""
+    """Return the same key as :func:`address`, but faster, for storages on devices other than meta.
+
+    There, only an empty storage has no address.
+    """
     return storage.data_ptr() or address(storage)
 
 
 class Selector:
-    """Decides whether the storage of a saved tensor may be offloaded. These storages stay resident:
+    """Decides whether the storage of a saved tensor may be offloaded.
 
-    * parameters and buffers, and copies of a single parameter, such as autocast's casts
-    * tensors that the caller holds: leaves with a gradient, and small slices of a batch
-    * small tensors
-    * slices with a version counter of their own
-    * tensors that are not plain strided memory of class ``plain``
+    These storages stay on the device:
+
+    * parameters and buffers, and copies of a single parameter, such as autocast's casts * tensors that the caller
+    holds: leaves with a gradient, and small slices of a batch * small tensors * slices that have a separate version
+    counter * tensors that are not plain strided memory of class ``plain``
 
     ``streams`` recognizes offloaded parameters, whose addresses change.
     """
@@ -74,7 +76,9 @@ class Selector:
         return self.why_kept(tensor) is None
 
     def why_kept(self, tensor: Tensor) -> str | None:
-        """Return why the storage of a saved ``tensor`` must stay resident; None: it may be offloaded."""
+        """Return the reason why the storage of a saved ``tensor`` must stay
+        on the device; None if it may be offloaded.
+        """
         reason = self.why_kept_itself(tensor)
         return (
             _LEAF
@@ -83,9 +87,11 @@ class Selector:
         )
 
     def why_kept_itself(self, tensor: Tensor) -> str | None:
-        """Return why the storage of a saved ``tensor`` must stay resident, decided by the tensor alone and not by the
-        graph behind it. For steps with very many tensors: torch frees graph nodes that Python has seen recursively,
-        so 100,000 of them overflow the stack."""
+        """Return the same reason as :meth:`why_kept`, decided by the tensor alone without its autograd graph.
+
+        It is for steps with very many tensors: torch frees graph nodes that Python has seen recursively, so 100,000 of
+        them overflow the stack.
+        """
         if type(tensor) is not self._plain or tensor.layout is not torch.strided:
             return NOT_PLAIN
         if (
@@ -133,14 +139,19 @@ class Selector:
 
 
 def _has_history(tensor: Tensor) -> bool:
-    """Return whether autograd computed the tensor. Otherwise it is a slice of a batch or data set, whose storage the
-    caller keeps alive."""
+    """Return whether autograd computed the tensor.
+
+    Otherwise it is a slice of a batch or data set, whose storage the caller keeps alive.
+    """
     return tensor.requires_grad or tensor.grad_fn is not None
 
 
 def _of_leaf(tensor: Tensor) -> bool:
-    """Return whether the tensor is a leaf with a gradient, a view of such a leaf, or a view of a parameter. The address
-    alone does not recognize them: FSDP gathers parameters, also frozen ones, into memory that it frees between uses."""
+    """Return whether the tensor is a leaf with a gradient, a view of such a leaf, or a view of a parameter.
+
+    The address alone does not recognize them: FSDP gathers parameters, also frozen ones, into memory that it frees
+    between uses.
+    """
     base, trained = tensor._base, tensor.requires_grad
     if trained and tensor.is_leaf:
         return True
@@ -150,7 +161,7 @@ def _of_leaf(tensor: Tensor) -> bool:
 
 
 class SavedBytes:
-    """The bytes that autograd saves for backward, by storage."""
+    """Counts the bytes that autograd saves for backward, by storage."""
 
     def __init__(
         self, held: Sequence[Tensor], minimum_bytes: int, *, plain: type[Tensor] = Tensor
@@ -162,7 +173,7 @@ class SavedBytes:
         self._alive: list[UntypedStorage] = []  # keeps storages alive, so that no address is reused
 
     def block_hooks(self) -> saved_tensors_hooks:
-        """Return hooks that count saved tensors as the block's."""
+        """Return saved-tensor hooks that count tensors for the block."""
 
         def pack(tensor: Tensor) -> Tensor:
             storage = plain_rows(tensor).untyped_storage()
@@ -174,7 +185,7 @@ class SavedBytes:
         return saved_tensors_hooks(pack, lambda tensor: tensor)
 
     def loss_hooks(self) -> saved_tensors_hooks:
-        """Return hooks that count saved tensors as the loss's."""
+        """Return saved-tensor hooks that count tensors for the loss."""
 
         def pack(tensor: Tensor) -> Tensor:
             storage = plain_rows(tensor).untyped_storage()
@@ -187,8 +198,10 @@ class SavedBytes:
     def byte_totals(
         self, entering: Sequence[Tensor], results: Sequence[Tensor]
     ) -> tuple[int, int, int, int]:
-        """Return offloadable bytes, resident bytes, bytes saved by the loss, and all bytes that the forward adds. The
-        loss runs after the block, so the tensors that it saves are neither offloaded nor recomputed."""
+        """Return offloadable bytes, resident bytes, bytes saved by the loss, and all bytes that the forward adds.
+
+        The loss runs after the block, so the tensors that it saves are neither offloaded nor recomputed.
+        """
         block = {key: found for key, found in self._block.items() if key not in self._loss}
         before = {address(tensor.untyped_storage()) for tensor in entering}
         left = {key: size for key, (size, _) in block.items() if key not in before} | self._loss
@@ -200,6 +213,8 @@ class SavedBytes:
 
 
 def without_history(tensor: Tensor) -> Tensor:
-    """Return the tensor detached, unless it is a leaf: an output that references its own graph node is a reference
-    cycle that the garbage collector cannot find."""
+    """Return the tensor detached from autograd, unless it is a leaf.
+
+    An output that references its own graph node is a reference cycle that the garbage collector cannot find.
+    """
     return tensor if tensor.is_leaf else tensor.detach()

@@ -1,4 +1,4 @@
-"""The interface between the ``model=`` options and a run."""
+"""The base class of the ``model=`` options, through which a run gets its model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ BYTES = 256  # values that a byte can have
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Registered):
-    """The base class of the options of ``model=``: settings that build a model.
+    """The base class of the options of ``model=``, the settings that build a model.
 
-    Each option is a dataclass in its own module of :mod:`parallax.model.factory`, and overrides methods of this class.
+    Each option is a dataclass in a separate module of :mod:`parallax.model.factory`, and overrides methods of this
+    class.
     """
 
     package: ClassVar[str] = "parallax.model.factory"
@@ -37,31 +38,36 @@ class ModelConfig(Registered):
 
     @property
     def vocabulary(self) -> int:
-        """The number of tokens that the model knows; 0 for a model that takes no text."""
+        """The number of tokens that the model knows; 0 for a model without text inputs."""
         return BYTES
 
     @property
     def block_paths(self) -> Sequence[str]:
-        """The module paths of the chain; empty: the chain is found automatically."""
+        """The module paths of the chain's blocks; empty if they are to be found automatically."""
         return ()
 
     @abc.abstractmethod
     def build(self) -> nn.Module:
-        """Return the model, on torch's default device, with its adapters."""
+        """Return the model, with its adapters, on torch's default device."""
 
     def check_code(self) -> None:
-        """Raise :class:`~parallax.errors.ConfigError` for a model that is only described by sizes, so that it cannot be
-        built."""
+        """Raise :class:`~parallax.errors.ConfigError` if the model is
+        described only by sizes, so that it cannot be built.
+        """
 
     def work(self, precision: str = "bf16") -> ModelWork | None:  # noqa: ARG002
-        """Return the operations and bytes of a model whose sizes are known; None for a model whose operators are
-        counted."""
+        """Return the operations and bytes of a model whose sizes are known.
+
+        None for other models, whose operators must be counted.
+        """
         return None
 
     @property
     def stage_weights(self) -> str:
-        """The files of initial weights that each stage reads itself; empty if there are none, or if :meth:`build` reads
-        them."""
+        """The files of initial weights from which each stage reads its own part.
+
+        Empty if there are none, or if :meth:`build` reads them.
+        """
         return ""
 
     @property
@@ -70,15 +76,15 @@ class ModelConfig(Registered):
         return False
 
     def base(self, seed: int) -> str:  # noqa: ARG002
-        """Return a text that identifies the base of a model with adapters; empty without adapters."""
+        """Return a text that identifies the base model below the adapters; empty without adapters."""
         return ""
 
     @property
     def libraries(self) -> Sequence[str]:
-        """The modules that building the model imports, and whose import is slow."""
+        """The modules that building the model imports and that take long to import."""
         return ()
 
     @property
     def exported_from(self) -> str:
-        """The transformers folder that the model was loaded from; empty if there is none."""
+        """The transformers folder from which the model was loaded; empty if there is none."""
         return ""

@@ -1,14 +1,15 @@
 """A split backward: the input-gradient pass (B) first, the weight-gradient pass (W) later.
 
 Zero-bubble schedules send a micro-batch's input gradient to the previous stage and fill pipeline bubbles with weight
-gradients. Splitting autograd's graph fails if a stage returns a view, uses a weight twice or holds a custom function
-(:mod:`torch.distributed.pipelining` splits it). Here the graph stays whole. While a block runs forward, its products
+gradients. Splitting autograd's graph, as :mod:`torch.distributed.pipelining` does, fails if a stage returns a view,
+uses a weight twice or holds a custom function. Here the graph stays whole. While a block runs forward, its products
 with parameters (linear layers, matrix products, convolutions) are replaced by autograd functions that compute the same
-values; their backward returns the input gradient and stores the operands of the weight gradient. Everything else
-(norms, embeddings, custom functions) computes the gradients of its parameters in the B pass, as usual.
+values. Their backward returns the input gradient and stores the operands of the weight gradient. All other operators
+(norms, embeddings, custom functions) compute the gradients of their parameters in the B pass, as usual.
 
 The bytes of an offloaded weight are on the device in a block's forward and B pass, not in its W pass. So the W pass
-reads no weight, and no copy of an offloaded weight in another type outlives the forward: the B pass makes it again.
+reads no weight, and no copy of an offloaded weight in another dtype is kept after the forward: the B pass makes it
+again.
 
 Source of the idea: the weight gradient store of Qi et al. 2024, "Zero Bubble Pipeline Parallelism".
 """
@@ -33,10 +34,12 @@ Ready = Callable[[nn.Parameter], None]
 
 
 class WeightGradStore:
-    """The deferred weight gradients of one micro-batch. Its forward runs inside :meth:`splitting`; after its backward,
-    :meth:`finish` computes the weight gradients. Until then the store holds each product's input and output
-    gradient. ``is_offloaded``: whether a tensor uses the memory of an offloaded parameter, whose block is on the
-    device."""
+    """The deferred weight gradients of one micro-batch.
+
+    The forward runs inside :meth:`splitting`. After the backward, :meth:`finish` computes the weight gradients. Until
+    then the store holds each product's input and output gradient. ``is_offloaded`` returns whether a tensor uses the
+    memory of an offloaded parameter, whose block is on the device.
+    """
 
     def __init__(
         self,
@@ -51,8 +54,9 @@ class WeightGradStore:
 
     @contextlib.contextmanager
     def splitting(self) -> Iterator[None]:
-        """A context in which products with parameters store the operands of their weight gradients instead of computing
-        them."""
+        """A context in which products with parameters do not compute weight
+        gradients, but store the operands for them.
+        """
         self._forward = True
         try:
             with _Splitting(self):
@@ -61,25 +65,31 @@ class WeightGradStore:
             self._forward = False
 
     def apply(self, product: _Product, x: Tensor) -> Tensor:
-        """Return ``product`` of ``x``, with its weight gradient deferred."""
+        """Return the result of ``product`` for ``x``, with the weight gradient deferred."""
         result: Tensor = _DeferredProduct.apply(self._anchor, x, product, self)
         return result
 
     def defer(self, product: _Product, x: Tensor, gradient: Tensor) -> None:
-        """Store the operands of a weight gradient, with copies of the operands in memory that will be offloaded. No-op
-        while a forward runs: a derivative that a forward takes is with respect to inputs."""
+        """Store the operands of a weight gradient. Operands in memory that will be offloaded are copied.
+
+        No-op while a forward runs: a derivative that is computed in a forward is with respect to inputs.
+        """
         if not self._forward:
             x, gradient = (t.clone() if self._is_offloaded(t) else t for t in (x, gradient))
             self._deferred.append((product, x, gradient))
 
     def held(self, product: _Product) -> _Product:
-        """Return ``product`` as it is stored until the weight-gradient pass: if its weight is offloaded, without the
-        copy in the type of the computation."""
+        """Return ``product`` in the form that is stored until the weight-gradient pass.
+
+        If the weight is offloaded, the copy in the dtype of the computation is omitted.
+        """
         return replace(product, copy=None) if self._is_offloaded(product.weight) else product
 
     def separate_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Copy each ``.grad`` that shares memory with a stored tensor; call it after the backward. Autograd may adopt a
-        gradient without a copy, and the next micro-batch would add to it in place."""
+        """Copy each ``.grad`` that shares memory with a stored tensor. Call this after the backward.
+
+        Autograd may use a gradient as ``.grad`` without a copy, and the next micro-batch would add to it in place.
+        """
         held = {gradient.untyped_storage().data_ptr() for _, _, gradient in self._deferred}
         for parameter in parameters:
             if parameter.grad is not None and parameter.grad.untyped_storage().data_ptr() in held:
@@ -87,7 +97,7 @@ class WeightGradStore:
 
     @property
     def deferred_bytes(self) -> int:
-        """Bytes of the stored tensors; each storage counts once."""
+        """Bytes of the stored tensors. Each storage counts once."""
         storages = [
             tensor.untyped_storage()
             for _, x, gradient in self._deferred
@@ -96,12 +106,14 @@ class WeightGradStore:
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def pending_parameters(self) -> set[nn.Parameter]:
-        """Return the parameters whose gradients are incomplete."""
+        """Return the parameters whose gradients are still incomplete."""
         return {parameter for product, _, _ in self._deferred for parameter in product.parameters}
 
     def finish(self, ready: Ready | None = None, *, begin: Ready | None = None) -> None:
-        """Add the stored weight gradients to ``.grad``, last layer first. Call ``begin`` with each parameter before the
-        first addition to its gradient, and ``ready`` after the last."""
+        """Add the stored weight gradients to ``.grad``, last layer first.
+
+        ``begin`` is called with each parameter before the first addition to its gradient, and ``ready`` after the last.
+        """
         left = Counter(
             parameter for product, _, _ in self._deferred for parameter in product.parameters
         )
@@ -122,7 +134,7 @@ class WeightGradStore:
 
 
 class _DeferredProduct(torch.autograd.Function):
-    """A product whose backward returns the input gradient only."""
+    """An autograd function for a product whose backward returns only the input gradient."""
 
     @staticmethod
     def forward(
@@ -148,8 +160,11 @@ class _DeferredProduct(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Product(ABC):
-    """One use of a weight. ``dtype``: the type of the computation. ``copy``: the weight in this type; None if the
-    weight has this type, or if the copy is made again when needed."""
+    """One use of a weight in a product.
+
+    ``dtype``: the dtype of the computation. ``copy``: the weight in this dtype; None if the weight has this dtype, or
+    if the copy is made again when needed.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -158,12 +173,12 @@ class _Product(ABC):
 
     @property
     def used(self) -> Tensor:
-        """The weight in the type of the computation."""
+        """The weight in the dtype of the computation."""
         return self.weight.detach().to(self.dtype) if self.copy is None else self.copy
 
     @property
     def used_bias(self) -> Tensor | None:
-        """The bias in the type of the computation."""
+        """The bias in the dtype of the computation."""
         return None if self.bias is None else self.bias.detach().to(self.dtype)
 
     @property
@@ -187,7 +202,7 @@ class _Product(ABC):
 
 
 class _Linear(_Product):
-    """``x @ weight.T + bias``: torch.nn.functional.linear."""
+    """The product ``x @ weight.T + bias`` of torch.nn.functional.linear."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.used, self.used_bias
@@ -210,7 +225,7 @@ class _Linear(_Product):
 
 
 class _Matrix(_Product):
-    """``x @ weight + bias``: matrix products, torch.addmm."""
+    """The product ``x @ weight + bias`` of matrix products and torch.addmm."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = self.used_bias
@@ -229,7 +244,7 @@ class _Matrix(_Product):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Convolution(_Product):
-    """A convolution over 1 to 3 dimensions; ``options`` are the arguments of torch.convolution from ``stride`` on."""
+    """A convolution over 1 to 3 dimensions. ``options`` are the arguments of torch.convolution from ``stride`` on."""
 
     options: tuple[Any, ...]
 
@@ -250,8 +265,10 @@ class _Convolution(_Product):
                 _add(parameter, value)
 
     def _like_used(self) -> Tensor:
-        """Return a tensor of the shape and type of the weight; its values may be undefined. The weight itself may be
-        offloaded."""
+        """Return a tensor of the weight's shape and dtype, with undefined values.
+
+        The weight itself may be offloaded.
+        """
         if self.copy is None and self.dtype is not self.weight.dtype:
             return torch.empty_like(self.weight, dtype=self.dtype)
         return self.used
@@ -267,7 +284,7 @@ class _Convolution(_Product):
 
 
 class _Splitting(TorchFunctionMode):
-    """Replaces products with parameters by deferred ones."""
+    """Intercepts products with parameters, and defers their weight gradients."""
 
     def __init__(self, store: WeightGradStore) -> None:
         super().__init__()
@@ -288,7 +305,7 @@ class _Splitting(TorchFunctionMode):
 
 
 def _make(func: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[_Product, Tensor] | None:
-    """Return the product for a call, and its input; None if the call stays unchanged."""
+    """Return the product that a call computes, and its input; None if the call is not replaced."""
     try:
         return _MAKERS[func](*args, **kwargs)
     except TypeError:  # arguments that the replacement does not support
@@ -351,8 +368,11 @@ _MAKERS: dict[Callable[..., Any], Callable[..., tuple[_Product, Tensor] | None]]
 
 
 def _splits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether weight and bias are plain parameters, of which at least one needs a gradient, and ``x`` is not a
-    view of a parameter, which may be offloaded before the weight-gradient pass."""
+    """Return whether the weight gradient of a product can be deferred.
+
+    Weight and bias must be plain parameters, and at least one must need a gradient. ``x`` must not be a view of a
+    parameter, which may be offloaded before the weight-gradient pass.
+    """
     parameters = [weight] if bias is None else [weight, bias]
     plain = (
         all(isinstance(p, nn.Parameter) and type(p.data) is Tensor for p in parameters)
@@ -365,14 +385,16 @@ def _splits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def _as_computed(
     weight: Any, bias: Any
 ) -> tuple[nn.Parameter, nn.Parameter | None, torch.dtype, Tensor | None]:
-    """Return a product's weight and bias, the type of the computation, and a copy of the weight in this type if its own
-    type differs."""
+    """Return a product's weight and bias, the dtype of the computation, and a copy of the weight in this dtype.
+
+    The copy is None if the weight already has this dtype.
+    """
     used = _cast(weight.detach())
     return weight, bias, used.dtype, None if used.dtype is weight.dtype else used
 
 
 def _cast(tensor: Tensor) -> Tensor:
-    """Return the tensor cast as autocast would cast it."""
+    """Return the tensor cast as autocast would do it."""
     kind = tensor.device.type
     if (
         not torch.is_autocast_enabled(kind)
@@ -384,7 +406,7 @@ def _cast(tensor: Tensor) -> Tensor:
 
 
 def _matrix(tensor: Tensor) -> Tensor:
-    """Flatten all dimensions but the last into one."""
+    """Flatten all dimensions except the last into one."""
     return tensor.reshape(-1, tensor.shape[-1])
 
 
@@ -394,7 +416,7 @@ def _add_bias(bias: nn.Parameter | None, gradient: Tensor) -> None:
 
 
 def _add_product(parameter: nn.Parameter, a: Tensor, b: Tensor) -> None:
-    """Add ``a @ b`` to the gradient of ``parameter``, without a temporary if the types are equal."""
+    """Add ``a @ b`` to the gradient of ``parameter``, without a temporary if the dtypes are equal."""
     if parameter.grad is not None and parameter.grad.dtype is a.dtype:
         parameter.grad.addmm_(a, b)
     else:

@@ -1,1 +1,1 @@
-"""Several hosts as one: the place of each rank, results shared by all ranks, and the links between nodes."""
+"""Run on several hosts: the node of each rank, results shared by all ranks, and the speed of links between nodes."""

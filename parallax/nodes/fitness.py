@@ -1,12 +1,12 @@
-"""Unfit hosts of a run, and whether the other hosts continue without them.
+"""Decide whether a run continues without the hosts that fail its checks.
 
-In an elastic run, in which hosts come and go, an unfit host does not end the run::
+In an elastic run, hosts may join and leave, so an unfit host does not end the run::
 
     host a, at HEAD    fit ──────────────────────────────> ends its ranks; torchrun restarts them without b
     host b             torch 2.9.1, too little memory ───> reports why, ends its torchrun: exit code 2
 
-All ranks exchange their data in one collective, so all make the same decision. The host at HEAD, where the ranks meet,
-is never dropped: the versions of other hosts are compared with its own.
+All ranks exchange their data in one collective, so all make the same decision. The rendezvous host (HEAD) is never
+dropped: the versions of other hosts are compared with its versions.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True)
 class Elastic:
-    """The launchers' arguments on all hosts. ``heads``: the hosts that were started as HEAD, the rendezvous host.
-    ``least``: the minimum number of hosts; 0 if the run is not elastic or if some ranks would not be restarted."""
+    """The launchers' arguments on all hosts.
+
+    ``heads`` are the hosts that were started as the rendezvous host (HEAD). ``least`` is the minimum number of hosts; 0
+    if the run is not elastic or if torchrun would not restart some ranks.
+    """
 
     heads: frozenset[str]
     least: int
 
     @classmethod
     def gather(cls, nodes: Nodes) -> Elastic:
-        """Return the arguments gathered from all ranks; called by every rank of torch's world."""
+        """Return the launchers' arguments of all hosts. Collective over all ranks."""
         found = all_gather_result(
             lambda: (os.environ.get(AT_HEAD) == "1", os.environ.get(LEAST, "0"), _starts_again())
         )
@@ -45,11 +48,11 @@ class Elastic:
         return cls(heads, least if all(again for _, _, again in found) else 0)
 
     def measure(self, nodes: Nodes) -> int:
-        """Return the rank whose versions are the reference for the other ranks: the first at HEAD, otherwise rank 0."""
+        """Return the rank whose versions all ranks must match: the first rank on HEAD, otherwise rank 0."""
         return next((rank for rank, host in enumerate(nodes.hosts) if host in self.heads), 0)
 
     def goes_on(self, unfit: Mapping[str, str], nodes: Nodes) -> bool:
-        """Whether the run continues on the other hosts if those in ``unfit`` leave it."""
+        """Return whether the run continues without the hosts in ``unfit``, which maps hosts to reasons."""
         left = {*nodes.hosts} - unfit.keys()
         enough = 0 < self.least <= len(left)
         return bool(unfit) and enough and bool(self.heads) and self.heads <= left
@@ -64,11 +67,10 @@ def _starts_again() -> bool:
 
 
 def from_hosts(call: Callable[[], _Found], nodes: Nodes) -> list[_Found]:
-    """Return the results of ``call`` on the first rank of each node, in node order; called by every rank of torch's
-    world.
+    """Return the results of ``call`` on the first rank of each node, in node order. Collective over all ranks.
 
-    Raises :class:`UnfitHostError` if ``call`` raises a :class:`UserError` on some hosts but not on all; if it raises on
-    all, the first host's error.
+    Raises :class:`UnfitHostError` if ``call`` raises a :class:`UserError` on some hosts but not on all. If it raises on
+    all hosts, the error of the first host is raised.
     """
 
     def tried() -> tuple[_Found | None, type[UserError], str | None]:

@@ -1,4 +1,4 @@
-"""Join all ranks into torch's world within a time limit; missing ranks are reported while the others wait."""
+"""Initialise torch.distributed on all ranks within a time limit, and report missing ranks."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ _LATE_SECONDS = 5.0  # seconds by which torch may exceed its own limit
 
 
 def start_processes(file: str | None = None) -> None:
-    """Initialise torch's world over gloo, also for CUDA devices, whose tensors are staged through the host.
+    """Initialise the default process group over gloo. With CUDA devices, gloo tensors are staged through the host.
 
     The rendezvous is ``file`` if all ranks are on one host, otherwise torchrun's address, separate from ranks of an
-    earlier start (:mod:`parallax.nodes.meeting`). The ranks then communicate over the network interface on the route to
-    that address, unless the user names another one. By default gloo would look up this host's name, which often means
-    loopback.
+    earlier start (:mod:`parallax.nodes.meeting`). Gloo then uses the network interface on the route to that address,
+    unless the user names another one. By default gloo would look up this host's name, which often means loopback.
     """
     store: Any
     answer: Callable[[], object] = _nothing
@@ -62,9 +61,12 @@ def start_processes(file: str | None = None) -> None:
 
 
 def _choose_card(own: str, addresses: Sequence[str]) -> None:
-    """Set the network interface of gloo and NCCL to the one on the route to the other hosts, unless the user has named
-    one. ``own``: this host's address. It is empty on the rendezvous host, whose route to itself is loopback; there the
-    ``addresses`` of others determine the interface."""
+    """Set the network interface of gloo and NCCL to the one on the route to the other hosts, unless the user has set
+    one.
+
+    ``own`` is this host's address on that route. On the rendezvous host it is empty, because its route to itself is
+    loopback. There the route to the first of the other hosts' ``addresses`` is used.
+    """
     others = [address for address in addresses if address]
     card = interface_of(own or (own_address(others[0]) if others else ""))
     if card:
@@ -75,7 +77,7 @@ def _choose_card(own: str, addresses: Sequence[str]) -> None:
 
 
 def join_seconds() -> float:
-    """Return the seconds within which all ranks must join: ``PARALLAX_JOIN_SECONDS``, or :data:`JOIN_SECONDS`."""
+    """Return the time limit for all ranks to join: ``PARALLAX_JOIN_SECONDS``, or :data:`JOIN_SECONDS`."""
     given = os.environ.get(_JOIN, "")
     if given and not given.isdecimal():
         raise ConfigError(f"{_JOIN}={printable(given)}: accepted is a whole number of seconds")
@@ -84,8 +86,11 @@ def join_seconds() -> float:
 
 def _network_store() -> tuple[Any, Callable[[], object], int, int]:
     """Return torch's store at MASTER_ADDR, a function to call repeatedly until all ranks have joined, this rank, and
-    the number of ranks. Only rank 0 can list the missing ranks, so as long as it has not joined, the other ranks report
-    it as missing. torch alone would wait without a message, and for ever if another program listens at the port."""
+    the number of ranks.
+
+    Only rank 0 can list the missing ranks. If rank 0 itself is missing, the other ranks report that and exit. torch
+    alone would wait without a message, and for ever if another program listens at the port.
+    """
     limit = join_seconds()
     rank, size = (os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE"))
     place = printable(":".join(os.environ.get(key, "") for key in ("MASTER_ADDR", "MASTER_PORT")))
@@ -121,8 +126,11 @@ def _network_store() -> tuple[Any, Callable[[], object], int, int]:
 
 
 def _store(rank: int, size: int, limit: float) -> tuple[Any, Callable[[], object]]:
-    """Return a store, and a function that rank 0 calls until all have joined. Rank 0 opens a new store without waiting
-    for others. Under torchrun, the store is a part of the agent's store, which outlives its ranks."""
+    """Return a store, and a function that rank 0 calls repeatedly until all ranks have joined.
+
+    Without torchrun, rank 0 opens a new store and does not wait for others. Under torchrun, the result is a part of the
+    agent's store, which outlives the ranks.
+    """
     host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
     outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     end = time.monotonic() + limit
@@ -159,11 +167,12 @@ def wait_for_all(
     note_seconds: float = NOTE_SECONDS,
     meanwhile: Callable[[], object] = _nothing,
 ) -> None:
-    """Wait for every rank to call this with the same ``store`` of torch, and name the ranks that do not. torch itself
-    would wait twice as long and name none.
+    """Wait until all ranks have called this function with the same ``store``, and report the ranks that are missing.
 
-    Raises :class:`AbsentError` after ``join_seconds``. After ``note_seconds`` the first present rank prints the missing
-    ranks on stderr. ``meanwhile`` is called repeatedly. Raises :class:`ConfigError` if another rank was started with
+    torch itself would wait twice as long and name no rank. After ``note_seconds`` the first present rank prints the
+    missing ranks on stderr. ``meanwhile`` is called repeatedly while waiting.
+
+    Raises :class:`AbsentError` after ``join_seconds``, and :class:`ConfigError` if another rank was started with
     another number of ranks.
     """
     _check_size(store, rank, size)
@@ -193,7 +202,7 @@ def wait_for_all(
 
 
 def _names(ranks: Sequence[int]) -> str:
-    """Return the first few of ``ranks`` as text for a message, and the number of the others."""
+    """Return a text for messages with the first few of ``ranks`` and the number of the others."""
     more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_NAMED]))}{more}"
 
@@ -213,6 +222,6 @@ def _check_size(store: Any, rank: int, size: int) -> None:
 
 
 def stop_processes() -> None:
-    """Destroy torch's world; without this a normal exit may abort."""
+    """Destroy the default process group. Without this, a normal exit may abort."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,8 +1,8 @@
-"""Measure the links between nodes in the transport of the run, one message at a time, as stages send messages.
+"""Measure the network links between nodes, with one message at a time, as pipeline stages send them.
 
-The nodes form a ring, and every second pair of neighbours is measured at the same time, so a hundred nodes take as long
-as three. A pair first measures its first ranks alone, then as many ranks as both nodes have, which shows whether ranks
-share the node's network. Results are cached; a plan uses the slowest link.
+The nodes form a ring, and every second pair of neighbours is measured at the same time. So a hundred nodes take as long
+as three. For each pair, first one rank of each node sends alone, then all ranks at once. The comparison shows whether
+ranks share their node's network. Results are cached; a plan uses the slowest link.
 """
 
 from __future__ import annotations
@@ -33,15 +33,18 @@ _LONG_SECONDS = 0.2  # a message of this duration shows the bandwidth
 
 @dataclass(frozen=True, slots=True)
 class RemoteLink:
-    """The link between ranks of two nodes. ``full_speed_ranks``: the number of ranks of a node that can use the link at
-    full speed at the same time; 0 if each rank has its own link."""
+    """The link between ranks of two nodes.
+
+    ``full_speed_ranks`` is the number of ranks of a node that can use the link at full speed at the same time; 0 if
+    each rank has its own link.
+    """
 
     link: Link
     full_speed_ranks: float
 
     @classmethod
     def slowest(cls, found: Sequence[RemoteLink]) -> RemoteLink:
-        """Return a link with the smallest bandwidth and the largest latency among ``found``."""
+        """Return a link with the smallest bandwidth and the largest latency of all ``found``."""
         return cls(
             Link(
                 bytes_per_second=min(each.link.bytes_per_second for each in found),
@@ -54,9 +57,11 @@ class RemoteLink:
 def probe_links(
     nodes: Nodes, device: torch.device, backend: str = "", *, fresh: bool = False
 ) -> RemoteLink:
-    """Return the slowest link between nodes; called by every rank of torch's world. ``backend`` carries tensors on
-    ``device``; without one they are staged through the host, and host buffers are measured. ``fresh``: measure known
-    links again."""
+    """Return the slowest link between nodes. Collective over all ranks.
+
+    ``backend`` is the process-group backend for tensors on ``device``. Without one, tensors are staged through the
+    host, so transfers of host memory are measured. ``fresh`` measures again instead of reading the cache.
+    """
     pairs = [pair for turn in _rounds(len(nodes.names)) for pair in turn]
     own = [pair for pair in pairs if nodes.rank == _low(nodes, pair)]
     known = {
@@ -75,7 +80,10 @@ def probe_links(
 
 
 def _rounds(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield rounds of pairs of adjacent nodes; in each round every node is in at most one pair."""
+    """Yield rounds of pairs of adjacent nodes.
+
+    The pairs of a round have no common node, so they can be measured at once.
+    """
     ring = [(node, node + 1) for node in range(count - 1)]
     yield from (ring[turn::2] for turn in range(2))
     yield [(0, count - 1)] if count > 2 else []
@@ -121,7 +129,7 @@ def _keep(path: Path, found: RemoteLink) -> None:
 def _measured(
     nodes: Nodes, pairs: Sequence[tuple[int, int]], device: torch.device, backend: str
 ) -> dict[tuple[int, int], RemoteLink]:
-    """Return the link of each pair; the pairs have no common node and are measured at the same time."""
+    """Return the link of each pair of nodes. The pairs have no common node and are measured at the same time."""
     mine = next((pair for pair in pairs if nodes.mine in pair), None)
     place = nodes.rank - nodes.first(nodes.mine)
     connection = None
@@ -158,7 +166,7 @@ def _measured(
 
 
 class _Connection:
-    """One end of the connection between two ranks."""
+    """This rank's end of the connection between the ranks ``low`` and ``high``."""
 
     def __init__(
         self,
@@ -176,14 +184,16 @@ class _Connection:
             dist.destroy_process_group(self._group)
 
     def open(self) -> None:
-        """Connect: NCCL does so with the first message, which takes longer than others."""
+        """Connect with a first message in each direction, which takes longer than later ones with NCCL."""
         one = torch.zeros(1, dtype=torch.uint8, device=self._device)
         for sends in (self.low, not self.low):
             self._carry(one, sends=sends)
 
     def alone(self) -> tuple[float, float]:
-        """Return the latency in seconds, and the bytes per second of the slower direction. The latency is the smallest
-        of several, because other traffic only adds to it."""
+        """Return the latency in seconds, and the bytes per second of the slower direction.
+
+        The latency is the smallest of several measurements, because other traffic only adds to it.
+        """
         one, latency = torch.zeros(1, dtype=torch.uint8, device=self._device), float("inf")
         for _ in range(_PINGS):
             start = time.perf_counter()
@@ -193,8 +203,11 @@ class _Connection:
         return latency, min(self.rate(latency), self.rate(latency, down=True))
 
     def rate(self, latency: float, *, down: bool = False) -> float:
-        """Return the bytes per second from the lower rank to the higher one or, with ``down``, back. Messages grow
-        until one takes :data:`_LONG_SECONDS`. Each is announced with its size, and answered."""
+        """Return the bytes per second from the lower rank to the higher one or, with ``down``, in the other direction.
+
+        Messages are doubled in size until one takes :data:`_LONG_SECONDS`. The sender announces the size of each
+        message, and the receiver answers it.
+        """
         sends = self.low is not down
         count, rate = _FIRST_BYTES, 0.0
         answer = torch.zeros(1, dtype=torch.uint8, device=self._device)
@@ -220,9 +233,11 @@ class _Connection:
 
 
 def clock_offset(nodes: Nodes) -> float:
-    """Return the seconds to add to this host's ``time.perf_counter()`` to get that of rank 0's host; called by every
-    rank of torch's world. Of several requests, the one with the fastest answer is used, and its midpoint (Cristian
-    1989, "Probabilistic clock synchronization")."""
+    """Return the seconds to add to this host's ``time.perf_counter()`` to get that of rank 0's host. Collective.
+
+    Each node's first rank asks rank 0 several times for its clock. The fastest answer is used, and rank 0 is assumed to
+    have read its clock halfway between request and answer (Cristian 1989, "Probabilistic clock synchronization").
+    """
     found, clock = 0.0, torch.zeros(1, dtype=torch.float64)
     for node in range(1, len(nodes.names)):
         leader, soonest = nodes.first(node), float("inf")

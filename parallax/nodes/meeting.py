@@ -1,15 +1,15 @@
-"""A rendezvous of ranks in a store that outlives them, separate from earlier ones in the same store.
+"""Give each start of the ranks its own part of torchrun's store.
 
 torchrun's agent keeps one store for all starts of its ranks. Values of an earlier start look like values of the present
-one: its ranks would be counted as present, at addresses where no process listens. The number of restarts does not
-identify a rendezvous either: hosts count differently, and a host that joins or leaves does not count. So rank 0 gives
-each rendezvous a random name, and sends it to every rank that asks, as long as ranks may join::
+one: dead ranks would be counted as present, at addresses where no process listens. The number of restarts cannot
+identify a start, because hosts count differently and do not count hosts that join or leave. So rank 0 chooses a random
+name for each start, and sends it to every rank that asks::
 
     rank r    appends a nonce ──> store ──> rank 0 writes the name under a key of that nonce
     rank r    reads the name  <── store
 
-No nonce is used twice, so only a living rank 0 can have answered. Nonces of dead ranks get answers that no rank reads.
-Everything else is kept in the part of the store with that name.
+No nonce is used twice, so an answer always comes from a living rank 0. Nonces of dead ranks get answers that no rank
+reads. All other values are stored under a prefix with that name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _POLL_SECONDS = 0.05
 
 
 class OpenMeeting:
-    """An open rendezvous on rank 0. ``part``: the part of ``store`` that this rendezvous uses."""
+    """The rendezvous of one start, opened by rank 0. ``part`` is the part of ``store`` that belongs to this start."""
 
     def __init__(self, store: Any) -> None:
         self._store, self._name = store, secrets.token_hex(_BYTES)
@@ -38,7 +38,7 @@ class OpenMeeting:
         )  # it is there from now on, so it can be read without waiting
 
     def answer(self) -> None:
-        """Send the name to all ranks that have requested it since the last call."""
+        """Send this start's name to all ranks that have requested it since the last call."""
         nonces = self._store.get(_REQUEST_LIST).decode()
         starts = range(self._answered, len(nonces), _DIGITS)
         keys = [_answer(nonces[start : start + _DIGITS]) for start in starts]
@@ -48,8 +48,10 @@ class OpenMeeting:
 
 
 def ask(store: Any, seconds: float) -> Any:
-    """Return the part of ``store`` that rank 0 has opened. Raises :class:`TimeoutError` if rank 0 does not answer
-    within ``seconds``."""
+    """Return the part of ``store`` that rank 0 has opened for this start.
+
+    Raises :class:`TimeoutError` if rank 0 does not answer within ``seconds``.
+    """
     nonce = secrets.token_hex(_BYTES)
     store.append(_REQUEST_LIST, nonce)
     end = time.monotonic() + seconds

@@ -1,8 +1,8 @@
-"""Exchange Python objects between ranks: values and records of this package as JSON, never as code.
+"""Exchange Python objects between ranks as JSON, which cannot carry code.
 
-Torch's own collectives of objects unpickle whatever they receive, so anybody who reaches a rank's port could run code
-there. JSON has no code. It lacks tuples, sets, bytes, and keys that are not strings, so these, records (dataclasses,
-named tuples, enumerations), types of errors, paths and torch's dtypes travel as ``{"#": kind, "of": content}``.
+torch's own object collectives unpickle all data that they receive, so anybody who reaches a rank's port could run code
+there. JSON lacks tuples, sets, bytes, and keys that are not strings. So these, and paths, torch dtypes, error types,
+dataclasses, named tuples and enumerations of this package are encoded as ``{"#": kind, "of": content}``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def all_gather_object(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the value of every rank of ``group`` (None: torch's world), in rank order. Collective."""
+    """Return the value of every rank of ``group`` (default: all ranks), in rank order. Collective."""
     padded, lengths = _padded(write_object(value), group)
     found = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(found, padded, group=group)
@@ -36,7 +36,7 @@ def all_gather_object(value: object, group: dist.ProcessGroup | None = None) -> 
 
 
 def gather_object(value: object) -> list[Any]:
-    """Return the value of every rank of torch's world on rank 0, and an empty list on other ranks. Collective."""
+    """Return the values of all ranks on rank 0, and an empty list on other ranks. Collective over all ranks."""
     padded, lengths = _padded(write_object(value), None)
     found = [torch.empty_like(padded) for _ in lengths] if dist.get_rank() == 0 else []
     dist.gather(padded, found or None)
@@ -44,7 +44,7 @@ def gather_object(value: object) -> list[Any]:
 
 
 def broadcast_object(value: object) -> Any:
-    """Return rank 0's value on every rank of torch's world. Collective."""
+    """Return rank 0's value on every rank. Collective over all ranks."""
     rank = dist.get_rank()
     data = write_object(value) if rank == 0 else b""
     size = torch.tensor([len(data)], dtype=torch.int64)
@@ -56,14 +56,15 @@ def broadcast_object(value: object) -> Any:
 
 
 def write_object(value: object) -> bytes:
-    """Return ``value`` as bytes that :func:`read_object` reads. Raises :class:`TypeError` for a value of an unsupported
-    type."""
+    """Return ``value`` encoded as bytes for :func:`read_object`. Raises :class:`TypeError` for an unsupported type."""
     return json.dumps(_encoded(value), separators=(",", ":")).encode()
 
 
 def read_object(data: bytes, rank: int) -> Any:
-    """Return the object in ``data``, which rank ``rank`` encoded with :func:`write_object`. Raises
-    :class:`TransportError` for other data."""
+    """Return the object that ``rank`` encoded as ``data`` with :func:`write_object`.
+
+    Raises :class:`TransportError` for invalid data.
+    """
     try:
         return json.loads(data, object_hook=_decoded)
     except (
@@ -122,8 +123,10 @@ def _decoded(found: dict[str, Any]) -> Any:
 
 
 def _record(content: list[Any]) -> Any:
-    """Return a record of this package, made by its constructor. No other function is called, and no module is
-    imported."""
+    """Return an instance of a class of this package, made by its constructor.
+
+    No other function is called, and no module is imported.
+    """
     kind = _class(content[0])
     if issubclass(kind, Enum):
         return kind(*content[1])
@@ -143,7 +146,7 @@ def _error(name: str) -> type[ParallaxError]:
 
 
 def _class(name: str) -> type:
-    """Return a class of this package by name; its module must be loaded."""
+    """Return the class of this package that has this name. Its module must already be imported."""
     module, _, qualname = name.partition(":")
     found = vars(sys.modules[module])[qualname]
     if module.partition(".")[0] != _PACKAGE or not isinstance(found, type) or _name(found) != name:
@@ -174,7 +177,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _padded(data: bytes, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
-    """Return ``data`` padded to the longest of all ranks, and the length of each rank's data."""
+    """Return ``data`` padded to the length of the longest data of all ranks, and the length of each rank's data."""
     device, count = _device(group), dist.get_world_size(group)
     sizes = torch.empty(count, dtype=torch.int64, device=device)
     own = torch.tensor([len(data)], dtype=torch.int64, device=device)
@@ -193,7 +196,7 @@ def _all_read(found: Sequence[Tensor], lengths: Sequence[int]) -> list[Any]:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device on which tensors for the group's backend must be."""
+    """Return the device on which the group's backend needs tensors."""
     found = None if dist.get_backend(group) == "gloo" else torch.accelerator.current_accelerator()
     return found or torch.device("cpu")
 

@@ -1,8 +1,8 @@
-"""The nodes of a run's ranks, and the directories that ranks share.
+"""Find the nodes of a run, and the directories that ranks share.
 
-Consecutive ranks on a host form a node, whatever launcher started them. Ranks share a directory if they see the same
-marker files in it. If not all ranks share it, the first rank of each group that does writes there the files that rank 0
-writes otherwise.
+Consecutive ranks on a host form a node, under any launcher. Ranks share a directory if they see the same marker files
+in it. Rank 0 normally writes the run's files. If some ranks do not see rank 0's directory, the first rank of each group
+that shares another directory writes them there.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ _OLD_SECONDS = 3600.0  # after which a marker file is left over from a killed pr
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The nodes of a run. ``names``: node names in rank order. ``of``: the node of each rank. ``hosts``: the host of
-    each rank. Consecutive ranks on a host form a node."""
+    """The nodes of a run: consecutive ranks on a host form a node.
+
+    ``names`` are the node names. ``of`` is the node index of each rank, and ``hosts`` the host of each rank.
+    """
 
     rank: int
     names: tuple[str, ...]
@@ -36,7 +38,7 @@ class Nodes:
 
     @classmethod
     def gather(cls) -> Nodes:
-        """Return the nodes of all ranks of torch's world. Collective."""
+        """Return the nodes of the run. Collective over all ranks."""
         found = all_gather_result(lambda: (host_identity(), node_name()))
         hosts = tuple(host for host, _ in found)
         firsts = [rank for rank in range(len(hosts)) if rank == 0 or hosts[rank] != hosts[rank - 1]]
@@ -50,7 +52,7 @@ class Nodes:
 
     @property
     def several(self) -> bool:
-        """Whether there is more than one node."""
+        """Return whether there is more than one node."""
         return len(self.names) > 1
 
     @property
@@ -69,7 +71,7 @@ class Nodes:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank acts on behalf of its node."""
+        """Return whether this rank is the first of its node."""
         return self.first(self.mine) == self.rank
 
     def name(self, rank: int) -> str:
@@ -78,13 +80,15 @@ class Nodes:
 
 
 ALONE = Nodes(0, ("here",), (0,), ("",))
-"""One rank without torch's world."""
+"""The nodes of a single process without torch.distributed."""
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryGroups:
-    """The groups of ranks that see the same directory. ``leaders[r]``: the rank that writes into the directory of rank
-    r."""
+    """The groups of ranks that see the same directory.
+
+    ``leaders[r]`` is the rank that writes into the directory that rank r sees.
+    """
 
     rank: int
     leaders: tuple[int, ...]
@@ -96,7 +100,7 @@ class DirectoryGroups:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank writes for its group."""
+        """Return whether this rank writes for its group."""
         return self.leaders[self.rank] == self.rank
 
     @property
@@ -106,9 +110,11 @@ class DirectoryGroups:
 
 
 def find_directory_groups(directory: Path, nodes: Nodes) -> DirectoryGroups:
-    """Return the groups of ranks that see the same ``directory``, which is created if it is missing. The first rank of
-    each node writes a marker file; a rank that sees the marker shares the directory with its writer. Called by every
-    rank of torch's world. Raises :class:`ConfigError` if the directory cannot be created."""
+    """Return the groups of ranks that see the same ``directory``. Collective over all ranks.
+
+    A missing directory is created. The first rank of each node writes a marker file. A rank that sees the marker shares
+    the directory with its writer. Raises :class:`ConfigError` if the directory cannot be created.
+    """
     if not nodes.several:
         return DirectoryGroups(nodes.rank, (0,) * len(nodes.of))
     prefix = broadcast_result(lambda: f"{_MARK}{secrets.token_hex(8)}-")
@@ -138,7 +144,7 @@ def find_directory_groups(directory: Path, nodes: Nodes) -> DirectoryGroups:
 
 
 def _first_mark(directory: Path, prefix: str) -> int:
-    """Return the first rank whose marker is visible; on a network file system rank 0's may appear late."""
+    """Return the first rank whose marker is visible. On a network file system, rank 0's marker may appear late."""
     end = time.monotonic() + _SEEN_SECONDS
     while True:
         ranks = [int(path.name.removeprefix(prefix)) for path in directory.glob(f"{prefix}*")]

@@ -1,4 +1,4 @@
-"""Call a function on ranks and share its result, or its error, so that all ranks continue or all end."""
+"""Call a function on several ranks and share the result or the error, so that all ranks continue or all end."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def all_gather_result(call: Callable[[], _Found]) -> list[_Found]:
-    """Return the results of ``call`` on every rank, or raise the first rank's error; called by all ranks of torch's
-    world. Results are values and records (:mod:`parallax.nodes.objects`)."""
+    """Return the results of ``call`` on every rank, or raise the error of the first rank that fails. Collective.
+
+    Results must be supported by :mod:`parallax.nodes.objects`.
+    """
     mine = _tried(call)
     outcomes = all_gather_object(mine) if rank_and_size()[1] > 1 else [mine]
     return [_found(each) for each in outcomes]
 
 
 def broadcast_result(call: Callable[[], _Found]) -> _Found:
-    """Return the result of ``call`` on rank 0, or raise its error, on every rank. Other ranks do not call it."""
+    """Return the result of ``call`` on rank 0, or raise its error, on every rank. Other ranks do not run ``call``."""
     rank, size = rank_and_size()
     mine: Any = _tried(call) if rank == 0 else None
     found: _Found = _found(broadcast_object(mine) if size > 1 else mine)

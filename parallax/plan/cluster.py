@@ -1,5 +1,7 @@
-"""The capacities of the machines, as data. Devices are numbered across nodes; rank i runs on device i unless a plan
-places it elsewhere."""
+"""The capacities and speeds of the machines, as data for the planner.
+
+Devices are numbered across nodes. Rank i runs on device i unless a plan places it elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +28,21 @@ class Link:
     latency_seconds: float = 0.0
 
     def seconds(self, count: float) -> float:
-        """Return the seconds of a message of ``count`` bytes on the link without other traffic."""
+        """Return the seconds of a message of ``count`` bytes if the link has no other traffic."""
         return self.latency_seconds + count / self.bytes_per_second if count > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A device and its part of the offload tier. On a CPU-only machine the device is a process with its RAM, and the
+    """A device and its share of the offload tier. On a CPU-only machine the device is a process with its RAM, and the
     tier is the disk.
 
     ``memory_bytes``        bytes of the device
-    ``reserve_bytes``       the part that the allocator holds for library workspaces and other data than tensors
-    ``context_bytes``       the part outside the allocator: driver context and code of libraries
-    ``collective_bytes``    bytes of a process group for all-reduces between devices, on each of its ranks; 0 if tensors
+    ``reserve_bytes``       bytes that the allocator holds for library workspaces and other data than tensors
+    ``context_bytes``       bytes outside the allocator: driver context and code of libraries
+    ``collective_bytes``    bytes, on each rank, of a process group for all-reduces between devices; 0 if tensors
                             pass through the host
-    ``edge_bytes``          bytes of a connection in one direction between two ranks, on both; 0 as above
+    ``edge_bytes``          bytes, on both ranks, of a connection in one direction between two ranks; 0 as above
     ``gap_share``           fraction of all transient bytes that the allocator loses to rounding and gaps
     ``gap_tensors``         further loss, in units of the largest tensor between two blocks
     ``kept_share``          fraction of transient bytes that the allocator keeps in freed blocks, within the budget
@@ -48,8 +50,8 @@ class Device:
     ``overlap_loss``        fraction of ``speed`` lost while the device's links transfer bytes
     ``tier_share``          fraction of a shared tier's bandwidth that the copies of this device can use; less
                             than 1 if its cores copy slower than the tier
-    ``host_link``           the link to the memory of its host, if its tier is another; None if the device is RAM itself
-    ``host_bytes``          bytes of that memory for this device
+    ``host_link``           the link to the host's memory if that is not the offload tier; None if the device is RAM
+    ``host_bytes``          bytes of the host's memory for this device
     ``price_per_hour``      in any currency
     ``host_update_seconds`` seconds of the host optimizer per byte of parameters; 0 without host optimizer
     ``bucket_bytes``        bytes of the buckets in which replicas sum gradients (:func:`with_buckets`)
@@ -79,16 +81,19 @@ class Device:
 
     @property
     def fixed_bytes(self) -> int:
-        """Return the bytes that each process takes, independent of the plan."""
+        """Return the bytes that each process uses independent of the plan."""
         return self.reserve_bytes + self.context_bytes
 
     @property
     def swaps_to(self) -> Tier:
-        """Return the device's offload tier; raises :class:`PlanError` for a name that is not registered."""
+        """Return the device's offload tier. Raises :class:`PlanError` for a name that is not registered."""
         return tier_named(self.tier)
 
     def offloading_to_host(self) -> Device | None:
-        """Return the device with the memory of its host as its tier; None if that is its tier, or unknown."""
+        """Return the same device with host memory as its offload tier.
+
+        None if host memory is the tier already, or if its size is unknown.
+        """
         if self.host_link is None or not self.host_bytes:
             return None
         return replace(
@@ -106,8 +111,10 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One host. ``concurrent``: how many devices can compute at full speed together; fewer than all if CPU ranks share
-    cores. The other fields are measurements, or empty:
+    """One host.
+
+    ``concurrent`` is the number of devices that can compute at full speed together; it is smaller than the number of
+    devices if CPU ranks share cores. The other fields are measurements, or empty:
 
     ``speeds[k − 1]``          speed of each of k devices that compute at once. It decreases even if each has its own
                                cores, because devices also share memory bandwidth.
@@ -124,8 +131,7 @@ class Node:
     reduce_seconds: tuple[float, ...] = ()
 
     def speed(self, computing: int) -> float:
-        """Return the speed of each device if ``computing`` devices compute at once; it does not increase with their
-        number."""
+        """Return the speed of each device if ``computing`` devices compute at once."""
         if self.speeds:
             known = self.speeds[min(computing, len(self.speeds)) - 1]
             return known * min(1.0, len(self.speeds) / computing)
@@ -133,16 +139,18 @@ class Node:
 
     @property
     def capacity(self) -> float:
-        """Return the largest sum of speeds that the node's devices reach when computing at once."""
+        """Return the largest total speed that the node's devices reach when several compute at once."""
         return max(count * self.speed(count) for count in range(1, len(self.devices) + 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes, the link between two devices of one node, and each device's link to other nodes. ``local_over_host``:
-    devices of a node exchange messages over the same wires as they swap (PCIe without NVLink). ``remote_ways``: the
-    number of devices of a node that can send to other nodes at full speed at once, if they share the node's network; 0
-    if each has its own network card."""
+    """The nodes, the link between two devices of one node, and the link of each device to other nodes.
+
+    ``local_over_host``: messages between devices of a node use the same wires as offloading (PCIe without NVLink).
+    ``remote_ways``: the number of devices of a node that can send to other nodes at full speed at once; 0 if each
+    device has its own network card.
+    """
 
     nodes: tuple[Node, ...]
     local: Link
@@ -192,7 +200,7 @@ class Cluster:
         return tuple(n for n, node in enumerate(self.nodes) for _ in node.devices)
 
     def with_devices(self, devices: Iterable[Device]) -> Cluster:
-        """Return the cluster with other devices, in the same order and number."""
+        """Return the same cluster with other devices, in the same order and number."""
         left = iter(devices)
         nodes = [
             replace(node, devices=tuple(itertools.islice(left, len(node.devices))))
@@ -219,16 +227,21 @@ class Cluster:
         return replace(self, nodes=tuple(nodes))
 
     def slowed(self, factors: Mapping[int, float]) -> Cluster:
-        """Return the cluster with slower devices: the device of each rank in ``factors`` takes that factor longer for
-        equal work."""
+        """Return the same cluster with slower devices.
+
+        ``factors`` maps a rank to the factor by which its device is slower.
+        """
         return self.with_devices(
             replace(device, speed=device.speed / factors.get(rank, 1.0))
             for rank, device in enumerate(self.devices)
         )
 
     def while_all_swap(self, device: Device) -> Device:
-        """Return the device with the tier bandwidth that it gets if all devices of its node swap at once: they share a
-        disk, but not their links to host memory."""
+        """Return ``device`` with the bandwidth to the offload tier that it gets if all devices of its node swap at
+        once.
+
+        Devices of a node share a disk, but each has its own link to host memory.
+        """
         if not device.swaps_to.shared:
             return device
         sharing = max(1.0, max(len(node.devices) for node in self.nodes) * device.tier_share)
@@ -239,8 +252,10 @@ class Cluster:
         return replace(device, write=write, read=read)
 
     def agreement_seconds(self, count: int) -> float:
-        """Return the seconds of an all-reduce of a few numbers between the first ``count`` devices: the largest
-        measurement of any node, or 0 if there is none."""
+        """Return the seconds of an all-reduce of a few numbers between the first ``count`` devices.
+
+        It is the largest measurement of any node, or 0 if there is none.
+        """
         found = 0.0
         for node in self.nodes:
             here = min(count, len(node.devices), len(node.sum_seconds))
@@ -256,8 +271,10 @@ class Cluster:
 
 
 def with_buckets(cluster: Cluster) -> Cluster:
-    """Return the cluster with gradient buckets sized for the slowest link between all replicas: the bytes that it
-    carries in 16 latencies, in whole MiB."""
+    """Return the cluster with gradient buckets whose size suits the slowest link between replicas.
+
+    The size is the bytes that this link carries in 16 latencies, in whole MiB.
+    """
     link = cluster.local if len(cluster.nodes) == 1 else cluster.remote
     mebibytes = int(_LATENCIES * link.latency_seconds * link.bytes_per_second) // 2**20
     size = max(LEAST_BUCKET_BYTES, min(MOST_BUCKET_BYTES, mebibytes * 2**20))

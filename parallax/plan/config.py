@@ -1,4 +1,4 @@
-"""The ``plan`` group of the configuration: constraints on the planner."""
+"""The configuration group ``plan``: constraints on the planner."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class PlanConfig:
     ``stages``: pipeline stages. ``replicas``: a number for every stage, or one per stage such as ``[1, 2]``.
     ``schedule``: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, breadth-first, or one of your own as
     ``package.module:function`` (:func:`parallax.register_schedule`). ``interleave``: virtual stages per pipeline rank,
-    for a schedule that has several. ``group``: micro-batches that each block computes before the next block does, under
-    breadth-first; offloaded weights are read once per group. ``activations``: force keep, offload or recompute on every
-    block. ``optimizer`` and ``parameters``: where the optimizer's states, and the parameters with their gradients, are:
-    ``device``, or ``host`` for the offload tier. ``shard``: ``optimizer`` shards the states on the device over a
-    stage's replicas; ``none`` gives every replica all of them. ``replan``: ``auto`` plans again, once, at the next
-    checkpoint of a run whose steps differ from the prediction by more than a fifth.
+    for a schedule that supports several. ``group``: under breadth-first, the micro-batches that each block computes
+    before the next block begins; offloaded weights are read once per group. ``activations``: keep, offload or
+    recompute, forced on every block. ``optimizer`` and ``parameters``: where the optimizer states, and the parameters
+    with their gradients, are stored: ``device``, or ``host`` for the offload tier. ``shard``: ``optimizer`` shards the
+    states on the device over a stage's replicas; ``none`` gives every replica all of them. ``replan``: ``auto`` plans
+    again, once, at the next checkpoint of a run whose steps differ from the prediction by more than a fifth.
     """
 
     stages: int | str = AUTO
@@ -85,7 +85,9 @@ class PlanConfig:
             )
 
     def check_task(self, task: PlanTask) -> None:
-        """Raise :class:`ConfigError` for a constraint on what only training has."""
+        """Raise :class:`ConfigError` if ``task`` is not training and a
+        constraint is set that only training can satisfy.
+        """
         for key in _OF_TRAINING if not task.trains else ():
             if (value := getattr(self, key)) != AUTO:
                 raise ConfigError(
@@ -95,7 +97,7 @@ class PlanConfig:
 
     @property
     def ranks(self) -> int | None:
-        """Return the number of devices that the configured stages and replicas need; None if one of them is auto."""
+        """Return the number of devices that the configured stages and replicas need; None if either is auto."""
         if isinstance(self.replicas, list | tuple):
             return sum(self.replicas)
         if AUTO in (self.stages, self.replicas):
@@ -104,19 +106,21 @@ class PlanConfig:
 
     @property
     def freed(self) -> str:
-        """Return the command-line options that reset every constraint to auto. ``plan=auto`` alone does not override an
-        option that the user typed, so each option that is not auto is listed."""
+        """Return the command-line options that reset every constraint to auto.
+
+        ``plan=auto`` alone does not override an option that the user typed, so each option that is not auto is listed.
+        """
         changed = [key.name for key in fields(self) if getattr(self, key.name) != key.default]
         return " ".join(f"plan.{name}=auto" for name in changed if name != "replan") or "plan=auto"
 
     def load_schedule(self) -> None:
-        """Import the user's own schedule now, so that its errors are raised before any other work."""
+        """Import a schedule that the user has written, so that its errors are raised before any other work."""
         if self.schedule != AUTO:
             resolve_schedule(self.schedule)
 
     @property
     def schedules(self) -> list[Schedule]:
-        """Return the schedules to try. The user's own is imported unless it is registered already."""
+        """Return the schedules to try. A schedule of the user is imported unless it is registered already."""
         if self.schedule != AUTO:
             return [resolve_schedule(self.schedule)]
         tried = [schedule for schedule in SCHEDULES.values() if schedule.searched]

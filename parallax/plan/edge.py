@@ -1,4 +1,4 @@
-"""The edges of a pipeline: sending stage, receiving stage, and the block whose outputs are sent."""
+"""The edges between pipeline stages, along which activations and gradients are sent."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import NamedTuple
 
 
 class Edge(NamedTuple):
-    """An edge between two stages. For every micro-batch, stage ``sender`` sends the outputs of ``block``, its last
-    block, to stage ``receiver``, which returns their gradients."""
+    """An edge between two stages.
+
+    For every micro-batch, stage ``sender`` sends the outputs of its last block ``block`` to stage ``receiver``, which
+    returns the gradients.
+    """
 
     sender: int
     receiver: int

@@ -34,7 +34,7 @@ def _explain_shape(plan: Plan) -> str:
 
 
 def _explain_pipeline_rank(plan: Plan, pipeline_rank: int) -> str:
-    """Return a sentence on the bytes and seconds of one pipeline rank, largest terms first."""
+    """Return a sentence on the memory and time of one pipeline rank, largest terms first."""
     stages = [plan.stages[stage] for stage in plan.stages_of(pipeline_rank)]
     rank = plan.prediction.ranks[plan.ranks(pipeline_rank)[0]]
     chosen = [directive for stage in stages for directive in stage.directives]
@@ -66,7 +66,7 @@ def _explain_pipeline_rank(plan: Plan, pipeline_rank: int) -> str:
 
 
 def explain_choice(plan: Plan) -> list[str]:
-    """Return sentences that compare the plan with the runners-up, and bound the gain of any other plan."""
+    """Return sentences that compare the plan with the runners-up, and bound how much faster any other plan can be."""
     compared = f"{plan.candidates} candidates compared by predicted step time"
     if plan.exact:
         lines = [f"{compared}; none that was left out can be faster by the planner's formula."]

@@ -1,7 +1,7 @@
-"""The planner's inputs, in one file beside the plan: the profile and the cluster.
+"""Save and load the planner's inputs, profile and cluster, in one file beside the plan.
 
-With the file a plan can be simulated, explained and corrected later, on another machine, without measuring again. Equal
-devices are written once, so a cluster of a thousand takes a few lines.
+With this file a plan can be simulated, explained and corrected later, on another machine, without measuring again.
+Equal devices are written once, so a cluster of a thousand takes a few lines.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Inputs:
     cluster: Cluster
 
     def check(self, plan: Plan) -> None:
-        """Raise :class:`PlanError` if ``plan`` is for another model or needs more devices."""
+        """Raise :class:`PlanError` if ``plan`` is for another model or needs more devices than the cluster has."""
         if (plan.fingerprint, plan.blocks) != (self.profile.fingerprint, len(self.profile.blocks)):
             raise PlanError(
                 f"the plan is of {plan.model} ({plan.fingerprint}, {plan.blocks} blocks), its inputs of "
@@ -58,7 +58,7 @@ class Inputs:
 
     @classmethod
     def load(cls, path: Path) -> Inputs:
-        """Read a file that :meth:`save` wrote; raises :class:`PlanError` for other content."""
+        """Return the inputs in a file that :meth:`save` wrote. Raises :class:`PlanError` for other content."""
         try:
             data = read_json(path, DOCUMENT_BYTES, largest=LARGEST_NUMBER)
         except (OSError, ValueError) as error:
@@ -102,7 +102,7 @@ def _cluster_data(cluster: Cluster) -> dict[str, Any]:
 
 
 def _without_nodes(cluster: Cluster) -> Cluster:
-    """Return the cluster with a single device; converting it to plain data is fast."""
+    """Return the cluster reduced to a single device, which is quick to convert to plain data."""
     first = cluster.nodes[0]
     return dataclasses.replace(
         cluster, nodes=(dataclasses.replace(first, devices=first.devices[:1]),)

@@ -1,4 +1,4 @@
-"""The action list of the ranks of a pipeline rank."""
+"""Build the action lists that the ranks of a pipeline execute."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from parallax.plan.schedule import Action, Kind
 
 
 def actions(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -> list[Action]:
-    """Return all actions of one training step for the ranks of ``pipeline_rank``; its reduce and its update cover all
-    its stages.
+    """Return all actions of one training step for the ranks of ``pipeline_rank``.
 
-    If a stage offloads, each backward has a FETCH right after the preceding compute action, so that reading overlaps
-    with sending and with the wait for the gradient::
+    There is one reduce and one update for all stages of the pipeline rank. If a stage offloads, each backward has a
+    FETCH right after the preceding compute action, so that reading overlaps with sending and with the wait for the
+    gradient::
 
         1f1b, last but one of several stages, offloading
         F0 S0 | R1 F1 S1 L0 | R B0 S | F2 S2 L1 | R B1 S | ...
@@ -30,8 +30,9 @@ def actions(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -> list[
 
 
 def evaluation_actions(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -> list[Action]:
-    """Return all actions of one forward pass, for evaluation and inference, for the ranks of ``pipeline_rank``: the
-    forwards of the schedule, in its order. Nothing is saved for a backward.
+    """Return all actions of one evaluation or inference pass for the ranks of ``pipeline_rank``.
+
+    They are the forwards of the schedule, in its order; nothing is saved for a backward.
 
     ::
 
@@ -44,7 +45,7 @@ def evaluation_actions(pipeline: Pipeline, pipeline_rank: int, micro_batches: in
 
 
 def task_actions(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -> list[Action]:
-    """Return all actions of one step of the pipeline's task for the ranks of ``pipeline_rank``."""
+    """Return all actions of one step for the ranks of ``pipeline_rank``, for the task of the pipeline."""
     listed = actions if pipeline.task.trains else evaluation_actions
     return listed(pipeline, pipeline_rank, micro_batches)
 
@@ -56,7 +57,7 @@ def _compute_order(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -
 
 
 def _with_messages(pipeline: Pipeline, action: Action) -> list[Action]:
-    """Return a compute action together with its receive and its send; a local edge has neither."""
+    """Return a compute action with its receive before it and its send after it. A local edge needs neither."""
     entering, leaving = (
         edge is not None and not pipeline.is_local(edge)
         for edge in (pipeline.entering(action.stage), pipeline.leaving(action.stage))

@@ -1,8 +1,8 @@
 """Choose candidate micro-batch sizes, in rows.
 
 The rank with the most rows determines the cost of a micro-batch, and the batch size determines the number of
-micro-batches. So of two sizes that give the fullest rank equally many rows, the larger one is better; of two that need
-equally many micro-batches, the smaller one. For a batch of B rows over r replicas, about 2·√(B / r) sizes remain.
+micro-batches. If two sizes give that rank equally many rows, the larger one is better. If two sizes need equally many
+micro-batches, the smaller one is better. For a batch of B rows over r replicas, about 2·√(B / r) sizes remain.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ RATIO = 1.1
 
 
 def sizes(global_batch: int, microbatch: int | str) -> list[int]:
-    """Return the micro-batch sizes to try, in rows: the configured one, or the batch halved repeatedly down to one
-    row."""
+    """Return the micro-batch sizes to try, in rows.
+
+    This is the configured size, or for auto the batch and its repeated halves down to one row.
+    """
     if microbatch != AUTO:
         return [min(global_batch, int(microbatch))]
     found = [global_batch]
@@ -24,9 +26,11 @@ def sizes(global_batch: int, microbatch: int | str) -> list[int]:
 
 
 def balanced_sizes(global_batch: int, replicas: int, step: int = 1) -> list[int]:
-    """Return micro-batch sizes, in rows, with which each of ``replicas`` has at least one row. For every number of rows
-    of a rank, the number of micro-batches is the smallest that ``step`` divides, and the size the smallest for that
-    number."""
+    """Return the micro-batch sizes, in rows, that are worth trying with ``replicas`` replicas.
+
+    For every number of rows per rank, at least one, it is the smallest size that gives the fewest micro-batches.
+    ``step`` must divide the number of micro-batches.
+    """
     found: list[int] = []
     rows = -(-global_batch // replicas)
     while rows > 0:

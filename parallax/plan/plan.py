@@ -1,4 +1,4 @@
-"""The Plan: the planner's decisions and their predicted costs. The planner writes it, the runtime executes it."""
+"""The plan: the planner's decisions and their predicted costs. The planner writes it, and the runtime executes it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BESIDE_ALLOCATOR = ("context", "communicators", "ways")
 
 
 class Directive(StrEnum):
-    """The treatment of a block's saved activations between forward and backward."""
+    """The treatment of a block's saved activations: keep them on the device, offload them, or recompute them."""
 
     KEEP = "keep"
     OFFLOAD = "offload"
@@ -55,9 +55,9 @@ class StagePlan:
     ``tier_bytes``         limit of the activations in the offload tier
     ``optimizer_offload``  fraction of optimizer states and master copies that is offloaded and stepped on the host
     ``state_bytes``        limit of these states in the tier
-    ``parameter_offload``  fraction of parameters and gradients that is offloaded, among those that no two blocks share.
+    ``parameter_offload``  fraction of parameters and gradients that is offloaded, of those that only one block uses.
                            They are fetched to the device block by block, for every forward and backward.
-    ``streamed_bytes``     limit of these, with their master copies, in the tier
+    ``streamed_bytes``     limit of these parameters, gradients and master copies in the tier
     ``shard_optimizer``    each replica holds and steps only its shard of the states on the device
     ``bucket_bytes``       bytes of the buckets in which replicas sum gradients
     ``inputs_ahead``       copy inputs to the device while the previous micro-batch computes (first stage only)
@@ -103,8 +103,10 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPrediction:
-    """The predicted peak of one rank and its budget, in bytes of device memory, and its stalls. ``returns_freed``: the
-    allocator returns freed memory to the system at once, because the peak is near the budget."""
+    """The predicted peak of one rank and its budget, in bytes of device memory, and its stalls.
+
+    ``returns_freed``: the peak is near the budget, so the allocator returns freed memory to the system at once.
+    """
 
     peak_bytes: int
     budget_bytes: int
@@ -126,7 +128,8 @@ class RankPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePrediction:
-    """The bytes at the peak and the seconds of a step, by term, of the fullest rank of one pipeline rank.
+    """The predicted bytes at the peak and seconds of a step, by term, for the rank of a pipeline rank that needs most
+    memory.
 
     ``memory``: see :meth:`parallax.plan.cost.stage.StageLoad.memory`. ``seconds``: forward, backward, recompute, stall
     (waiting for swapped data), reduce (not overlapped with compute), update, idle; their sum is the step.
@@ -147,7 +150,7 @@ class StagePrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """The simulator's prediction for a plan: for each rank, and by term for each pipeline rank."""
+    """The simulator's prediction for a plan, for each rank and, by term, for each pipeline rank."""
 
     step_seconds: float
     bubble: float
@@ -160,7 +163,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A plan that was not chosen: its description, its predicted step, and the reason why."""
+    """A plan that was not chosen: its description, its predicted step seconds, and the reason."""
 
     description: str
     step_seconds: float
@@ -171,8 +174,10 @@ class Alternative:
 
 
 class Coordinate(NamedTuple):
-    """The coordinate of one rank: its pipeline rank, its replica, and its tensor rank. The tensor rank is always 0: no
-    plan shards tensors within a replica."""
+    """The coordinate of one rank: pipeline rank, replica, and tensor rank.
+
+    The tensor rank is always 0, because no plan shards tensors within a replica.
+    """
 
     pipeline_rank: int
     replica: int
@@ -180,9 +185,12 @@ class Coordinate(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """The visits of a block: ``micro_batches``, how many consecutive micro-batches it computes before another block
-    runs, and ``again``, whether it runs again later in the step. In that case offloaded gradients are read back, to add
-    to them. ``backward``: whether a backward follows, which fetches offloaded parameters again."""
+    """How often a block runs in a step. A visit is a run of consecutive micro-batches.
+
+    ``micro_batches``: the number of micro-batches per visit. ``again``: the block is visited several times in a step,
+    so offloaded gradients are read back to add to them. ``backward``: a backward follows, which fetches offloaded
+    parameters again.
+    """
 
     micro_batches: int = 1
     again: bool = True
@@ -195,16 +203,22 @@ EACH_MICRO_BATCH = Visits()
 def visits_of(
     schedule: Schedule, micro_batches: int, *, alone: bool, task: PlanTask = PlanTask.TRAINING
 ) -> Visits:
-    """Return the visits of a block. ``alone``: its stage has no other block; otherwise the blocks of a stage alternate,
-    so each visit computes one micro-batch."""
+    """Return the visits of a block in a step.
+
+    ``alone``: the stage of the block has no other block. Otherwise the blocks of the stage alternate, so each visit
+    computes one micro-batch.
+    """
     run = schedule.run_length(micro_batches) if alone else 1
     return Visits(run, run < micro_batches, task.trains)
 
 
 def boundaries_held(schedule: Schedule, pipeline_ranks: int, micro_batches: int) -> int:
-    """Return the largest number of boundary tensors that a rank holds at one time, if stages compute groups of
-    micro-batches: the tensors of a group, which wait for the next stage, and three in transit. With several pipeline
-    ranks it is twice that number. Return 0 for other schedules, in which every edge has its own tensors."""
+    """Return the largest number of boundary tensors that a rank holds at one time, for schedules with groups.
+
+    If stages compute groups of micro-batches, these are the tensors of a group, which wait for the next stage, and
+    three in transit; with several pipeline ranks twice that number. The result is 0 for other schedules, in which every
+    edge has separate tensors.
+    """
     if schedule.grouping is None:
         return 0
     held = schedule.run_length(micro_batches) + 3
@@ -216,8 +230,8 @@ class Pipeline:
     """The part of a plan that is simulated: stages in the order of the data, and the schedule of their micro-batches.
 
     There are ``len(stages) / interleave`` pipeline ranks, each with ``interleave`` virtual stages of equal replica
-    counts; the ``schedule`` maps stages to pipeline ranks. ``placement`` lists the ranks by pipeline rank, replica by
-    replica; empty means in order. A pipeline whose ``task`` is not training runs the forwards of its schedule only.
+    counts. The ``schedule`` maps stages to pipeline ranks. ``placement`` lists the ranks by pipeline rank, replica by
+    replica; empty means in order. A pipeline whose ``task`` is not training runs only the forwards of its schedule.
     """
 
     schedule: Schedule
@@ -237,7 +251,7 @@ class Pipeline:
         return sum(stage.replicas for stage in self.stages[: self.pipeline_ranks])
 
     def micro_batches(self, rows: int) -> int:
-        """Return the number of micro-batches of a batch of ``rows`` rows; at most one per row."""
+        """Return the number of micro-batches of a batch of ``rows`` rows. It is at most ``rows``."""
         return min(rows, micro_batch_count(rows, self.microbatch))
 
     def pipeline_rank(self, stage: int) -> int:
@@ -258,7 +272,7 @@ class Pipeline:
         return self._coordinates[rank]
 
     def edges(self) -> tuple[Edge, ...]:
-        """Return the edges between stages; every stage but the last sends to the next."""
+        """Return the edges between stages. Every stage except the last sends to the next one."""
         return self._edges
 
     def entering(self, stage: int) -> Edge | None:
@@ -277,17 +291,20 @@ class Pipeline:
 
     @property
     def boundaries_held(self) -> int:
-        """Return the boundary tensors that a rank holds at one time, see :func:`boundaries_held`."""
+        """Return the number of boundary tensors that a rank holds at one time (see :func:`boundaries_held`)."""
         count = self.micro_batches(self.global_batch)
         return boundaries_held(self.schedule, self.pipeline_ranks, count)
 
     def is_local(self, edge: Edge) -> bool:
-        """Return whether both ends of ``edge`` are on one pipeline rank, so that nothing is sent."""
+        """Return whether both stages of ``edge`` are on one pipeline rank, so that nothing is sent."""
         return self.pipeline_rank(edge.sender) == self.pipeline_rank(edge.receiver)
 
     def messages_ahead(self, sender: int) -> int:
-        """Return how many messages from stage ``sender`` may be unreceived before a send waits: one more than the
-        micro-batches in flight there, or the number of stages if all micro-batches are in flight."""
+        """Return how many messages from stage ``sender`` may be unreceived before a send waits.
+
+        It is one more than the micro-batches in flight there, or the number of stages if all micro-batches are in
+        flight.
+        """
         if self.schedule.holds_all:
             return len(self.stages)
         most = self.micro_batches(self.global_batch)
@@ -332,8 +349,8 @@ class Plan(Pipeline):
 
     ``tier`` names the offload tier (:mod:`parallax.plan.tier`). ``candidates`` is the number of plans that the search
     compared. ``exact``: no plan is better under the search's cost model; otherwise ``bound_seconds`` is a lower bound
-    on any plan's step. ``alternatives`` are the runners-up. ``spare_devices`` of the cluster are unused, because with
-    them the step would be no shorter.
+    on any plan's step. ``alternatives`` are the runners-up. ``spare_devices`` of the cluster are unused, because using
+    them would not make the step shorter.
     """
 
     model: str
@@ -425,8 +442,10 @@ class Plan(Pipeline):
         return self.stages[-1].stop
 
     def rows_of(self, rank: int) -> int:
-        """Return how many rows of a global batch a rank computes; 0 for an idle replica, if there are more replicas
-        than rows in every micro-batch."""
+        """Return how many rows of a global batch a rank computes.
+
+        It is 0 for an idle replica, if there are more replicas than rows in every micro-batch.
+        """
         pipeline_rank, replica, _ = self.coordinate(rank)
         replicas, count = self.stages[pipeline_rank].replicas, self.micro_batches(self.global_batch)
         rows = 0
@@ -437,7 +456,7 @@ class Plan(Pipeline):
         return rows
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, for YAML and JSON."""
+        """Return the plan as plain data for YAML and JSON."""
         named_first = {"model": self.model, "fingerprint": self.fingerprint}
         plain = {**named_first, **asdict(self), "schedule": self.schedule.name}
         if self.schedule.group:
@@ -457,7 +476,7 @@ class Plan(Pipeline):
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
-        """Return the plan from the data that :meth:`to_dict` returned; raises :class:`PlanError` for other data."""
+        """Return the plan from data that :meth:`to_dict` returned. Raises :class:`PlanError` for other data."""
         try:
             fields = dict(data)
             if "version" not in fields:  # written last
@@ -502,11 +521,11 @@ class Plan(Pipeline):
         return sum(memory.get(term, 0) for term in BESIDE_ALLOCATOR)
 
     def hash(self) -> str:
-        """Return a hash that is equal for equal plans, on every rank."""
+        """Return a hash that is equal for equal plans on every rank."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
     def save(self, path: Path) -> None:
-        """Write the plan as YAML with the hash in its first line."""
+        """Write the plan as YAML, with the hash in the first line."""
         text = yaml.dump(
             self.to_dict(), Dumper=_DUMPER, sort_keys=False, default_flow_style=None, width=110
         )
@@ -526,7 +545,10 @@ class Plan(Pipeline):
         return cls.from_dict(data)
 
     def decisions(self) -> dict[str, Any]:
-        """Return the fields that the runtime executes; equal for plans that differ only in their predictions."""
+        """Return the fields that the runtime executes.
+
+        They are equal for plans that differ only in their predictions.
+        """
         names = (
             "task",
             "fingerprint",
@@ -565,7 +587,10 @@ class Plan(Pipeline):
 
 
 def _check_numbers(owner: object, kind: type, *names: str) -> None:
-    """Raise :class:`PlanError` unless the fields are finite numbers ≥ 0; whole numbers if ``kind`` is ``int``."""
+    """Raise :class:`PlanError` unless the fields ``names`` are finite numbers ≥ 0.
+
+    If ``kind`` is ``int``, they must be whole numbers.
+    """
     accepted = (int,) if kind is int else (int, float)
     for name in names:
         value = getattr(owner, name)

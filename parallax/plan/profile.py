@@ -1,4 +1,4 @@
-"""The costs of a model, block by block, as data.
+"""The profile: the costs of a model, block by block, as data for the planner.
 
 A cost is affine in the rows of a micro-batch, ``fixed + per_row · rows``. That is exact for storage, because a saved
 tensor either has a row dimension or not, and accurate for time beyond the measured rows. Between measured numbers of
@@ -24,9 +24,11 @@ from parallax.errors import PlanError, printable
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """A cost that depends on the number of rows: ``fixed + per_row · rows``, and at least ``floor``. If ``points`` (at
-    least three pairs (rows, value), in increasing order of rows) is not empty, the cost is interpolated between the
-    points, and affine beyond the last one."""
+    """A cost that depends on the number of rows: ``fixed + per_row · rows``, and at least ``floor``.
+
+    ``points`` is empty or holds at least three pairs (rows, value) in increasing order of rows. The cost is
+    interpolated between these points, and affine beyond the last one.
+    """
 
     fixed: float = 0.0
     per_row: float = 0.0
@@ -81,8 +83,11 @@ class Affine:
 
     @classmethod
     def measured(cls, points: Sequence[tuple[int, float]]) -> Affine:
-        """Return the cost through (rows, value) ``points`` with increasing rows. Beyond the last point it continues
-        along the line through that point and the largest point with at most a quarter of its rows."""
+        """Return the cost that interpolates the (rows, value) ``points``, which have increasing rows.
+
+        Beyond the last point it continues along a line through this point and an earlier one: the largest point with at
+        most a quarter of the rows.
+        """
         if not points:
             return cls()
         *fewer, last = points
@@ -102,22 +107,22 @@ class BlockCost:
 
     ``frozen_bytes``      the part of ``parameter_bytes`` that is not trained: no gradient, no optimizer state and
                           no full-precision copy
-    ``largest_bytes``     of the largest trained parameter; 0 if not measured: then it may be all trained bytes
+    ``largest_bytes``     bytes of the largest trained parameter; 0 if not measured: then it may be all trained bytes
     ``flops_per_row``     operations of matrix products of a forward and a backward without recomputation; 0 if unknown
     ``weight_seconds``    the part of ``backward_seconds`` that computes gradients of parameters (W); zero-bubble
                           schedules run it separately from the input-gradient pass (B)
     ``split_seconds``     the additional seconds of such a split backward
-    ``skipped_seconds``   the part of a forward that recomputation omits: it ends when the last tensor that the
+    ``skipped_seconds``   the part of a forward that recomputation omits, because it ends when the last tensor that the
                           backward needs is computed
     ``offload_seconds``   the slowdown of forward and backward together if activations are offloaded, without waits
     ``moved``             bytes of saved activations that can be offloaded, per micro-batch in flight
     ``stays``             bytes saved for backward that are never offloaded: small tensors, casts of parameters
     ``by_loss``           bytes that the loss saves after the last block; they are resident under every directive
     ``input``             bytes of the block's input tensors
-    ``output``            bytes of its output tensors
+    ``output``            bytes of the block's output tensors
     ``forward_work``      bytes allocated only while the forward runs, beyond input, output and saved activations
-    ``backward_work``     the same for the backward, without the gradients of parameters
-    ``gathered_bytes``    of the last block, for a loss over the whole batch: bytes of its outputs for the whole batch
+    ``backward_work``     bytes allocated only while the backward runs, without the gradients of parameters
+    ``gathered_bytes``    for a loss over the whole batch: bytes of the last block's outputs for the whole batch
     ``gathered_work``     additional bytes of that loss
     ``gathered_seconds``  seconds of that loss
     ``deferred``          bytes held from the input-gradient to the weight-gradient pass, in place of saved activations
@@ -173,16 +178,18 @@ _NUMBERS = tuple(field.name for field in fields(BlockCost) if field.name != "nam
 
 @dataclass(frozen=True, slots=True)
 class Utilization:
-    """Model FLOP utilization (Chowdhery et al. 2022, appendix B): the operations per second of matrix products that the
-    model needs, as a fraction of the devices' peak. ``flops_per_row``: operations of a row, forward and backward,
-    without recomputation."""
+    """Model FLOP utilization (Chowdhery et al. 2022, appendix B).
+
+    It is the operations per second of matrix products that the model needs, as a fraction of the devices' peak.
+    ``flops_per_row`` is the number of operations of a row, forward and backward, without recomputation.
+    """
 
     flops_per_row: float = 0.0
     peak_flops: float = 0.0
     peak_source: str = ""
 
     def share(self, rows_per_second: float, ranks: int) -> float | None:
-        """Return the utilization of ``ranks`` devices; None if operations or peak are unknown."""
+        """Return the utilization of ``ranks`` devices; None if the operations or the peak are unknown."""
         if not self.flops_per_row or not self.peak_flops:
             return None
         return self.flops_per_row * rows_per_second / (ranks * self.peak_flops)
@@ -192,8 +199,8 @@ class Utilization:
 class ModelProfile:
     """The blocks of a model in order, the parameters they share, and the device and precision of the costs.
 
-    ``ties``               bytes of each trained parameter that several blocks use, and these blocks. An entry with one
-                           block stands for parameters that cannot be offloaded for another reason.
+    ``ties``               bytes of each trained parameter that several blocks use, and these blocks. An entry with
+                           one block stands for parameters that cannot be offloaded for another reason.
     ``frozen_ties``        the same for parameters that are not trained
     ``optimizer_bytes``    bytes of optimizer state per byte of trained parameters (AdamW in fp32: 2.0)
     ``optimizer_seconds``  seconds of an update per byte of trained parameters
@@ -264,8 +271,11 @@ class ModelProfile:
         self._check_ties("frozen_ties", [block.frozen_bytes for block in self.blocks])
 
     def _check_ties(self, kind: str, held: Sequence[int]) -> None:
-        """Raise :class:`PlanError` unless the ties of one ``kind`` name existing blocks, and each of these holds at
-        least the bytes of its ties (``held``: bytes by block)."""
+        """Raise :class:`PlanError` unless all ties of one ``kind`` are valid.
+
+        They must name existing blocks, and each of these blocks must hold at least the bytes of its ties. ``held`` is
+        the bytes of each block.
+        """
         tied = [0] * len(self.blocks)
         for size, users in getattr(self, kind):
             named = all(0 <= user < len(self.blocks) for user in users) and list(users) == sorted(
@@ -286,45 +296,46 @@ class ModelProfile:
 
     @property
     def noisy(self) -> bool:
-        """Return whether other processes used the machine while the profile was measured, so that its seconds may be
-        wrong."""
+        """Return whether other processes used the machine during the measurement, so that the seconds may be wrong."""
         return self.disturbance >= NOISY
 
     @property
     def utilization(self) -> Utilization:
-        """Return the operations of a row in all blocks, and the peak to compare them with."""
+        """Return the operations of a row in all blocks, with the device's peak to compare them to."""
         flops = sum(block.flops_per_row for block in self.blocks)
         return Utilization(flops, self.peak_flops, self.peak_source)
 
     @property
     def shared(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Return all parameters that cannot be offloaded, trained and frozen, in the form of :attr:`ties`."""
+        """Return all parameters that cannot be offloaded, trained and frozen, in the format of :attr:`ties`."""
         return (*self.ties, *self.frozen_ties)
 
     def unique_parameter_bytes(self, blocks: Sequence[int]) -> int:
-        """Return the parameter bytes of a stage of ``blocks``; a parameter shared within the stage counts once."""
+        """Return the parameter bytes of a stage of ``blocks``. A parameter that several of them share counts once."""
         total = sum(self.blocks[i].parameter_bytes for i in blocks)
         return total - _repeated(self.shared, blocks)
 
     def unique_trained_bytes(self, blocks: Sequence[int]) -> int:
-        """Return the trained parameter bytes of a stage of ``blocks``; a parameter shared within the stage counts
-        once."""
+        """Return the trained parameter bytes of a stage of ``blocks``.
+
+        A parameter that several of them share counts once.
+        """
         total = sum(self.blocks[i].trained_bytes for i in blocks)
         return total - _repeated(self.ties, blocks)
 
     @property
     def parameters(self) -> int:
-        """Return the number of parameters of the model; a shared one counts once."""
+        """Return the number of parameters of the model. A shared parameter counts once."""
         repeated = sum(self._repeated_numbers(ties) for ties in (self.ties, self.frozen_ties))
         return sum(block.parameters for block in self.blocks) - repeated
 
     @property
     def trained(self) -> int:
-        """Return the number of trained parameters of the model; a shared one counts once."""
+        """Return the number of trained parameters of the model. A shared parameter counts once."""
         return sum(block.trained for block in self.blocks) - self._repeated_numbers(self.ties)
 
     def _repeated_numbers(self, ties: Sequence[tuple[int, tuple[int, ...]]]) -> int:
-        """Return how many parameters of ``ties`` the sum over all blocks counts more than once."""
+        """Return by how many parameters the sum over all blocks is too large because of shared parameters."""
         users = [(size, blocks, self.blocks[blocks[0]]) for size, blocks in ties if blocks]
         return sum(
             round(size * block.parameters / block.parameter_bytes) * (len(blocks) - 1)
@@ -337,7 +348,7 @@ class ModelProfile:
 
     @classmethod
     def from_json(cls, text: str) -> ModelProfile:
-        """Return the profile from the text that :meth:`to_json` returned; raises :class:`PlanError` for other text."""
+        """Return the profile from text that :meth:`to_json` returned. Raises :class:`PlanError` for other text."""
         try:
             return cls.from_plain(plain_json(text, largest=LARGEST_NUMBER))
         except ValueError as error:
@@ -347,8 +358,10 @@ class ModelProfile:
 
     @classmethod
     def from_plain(cls, data: Any) -> ModelProfile:
-        """Return the profile from plain data; raises ValueError for malformed data, and PlanError for contradictory
-        data."""
+        """Return the profile from plain data.
+
+        Raises ValueError for malformed data, and :class:`PlanError` for contradictory data.
+        """
         found: ModelProfile = convert_exactly(cls, data, "profile")
         return found
 
@@ -368,6 +381,6 @@ class ModelProfile:
 
 
 def _repeated(ties: Sequence[tuple[int, tuple[int, ...]]], blocks: Sequence[int]) -> int:
-    """Return the bytes that are counted more than once in the sum over ``blocks``."""
+    """Return the bytes of shared parameters that the sum over ``blocks`` counts more than once."""
     inside = set(blocks)
     return sum(size * max(0, len(inside.intersection(users)) - 1) for size, users in ties)

@@ -42,13 +42,15 @@ def replica_rows(rows: int, replicas: int, replica: int) -> Interval:
 
 
 def overlap(a: Interval, b: Interval) -> Interval:
-    """Return the intersection of two intervals of rows; it is empty if its start is not less than its end."""
+    """Return the intersection of two intervals of rows. It is empty if its start is not less than its end."""
     return max(a[0], b[0]), min(a[1], b[1])
 
 
 def peers(rows: int, mine: int, replica: int, theirs: int) -> list[tuple[int, Interval]]:
-    """Return the replicas of an adjacent stage that share rows with ``replica``, each with the shared rows relative to
-    the first row of ``replica``. ``mine`` and ``theirs``: replica counts of the two stages.
+    """Return the replicas of an adjacent stage that share rows with ``replica``, each with the interval of shared rows.
+
+    Rows are counted from the first row of ``replica``. ``mine`` and ``theirs`` are the replica counts of the two
+    stages.
 
     >>> peers(6, 1, 0, 2)  # one replica here, two there
     [(0, (0, 3)), (1, (3, 6))]

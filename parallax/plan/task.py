@@ -1,4 +1,4 @@
-"""What a plan is for: to train, to evaluate, or to compute outputs."""
+"""The task of a plan: training, evaluation or inference."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from enum import StrEnum
 
 
 class PlanTask(StrEnum):
-    """The task of a plan. An evaluation and an inference run forwards only: they hold no gradients, no optimizer states
-    and no saved activations. An evaluation computes the loss of each batch; an inference keeps the outputs of its
-    rows."""
+    """The task of a plan.
+
+    Evaluation and inference run forwards only, without gradients, optimizer states and saved activations. An evaluation
+    computes the loss of each batch. An inference keeps the outputs of all rows.
+    """
 
     TRAINING = "training"
     EVALUATION = "evaluation"

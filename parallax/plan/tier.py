@@ -1,4 +1,4 @@
-"""Tiers: the places where bytes that are not on a device are stored, and their properties.
+"""Offload tiers: memory or disk for offloaded data, and their properties.
 
 Plans and device files give a tier by its name. All other properties come from the :class:`Tier` of that name, so that
 no code compares names: the planner reads ``shared`` and ``steps``, the machine reads ``bandwidth`` and ``free_bytes``,
@@ -20,7 +20,7 @@ ROOM_KEYS = ("host_memory", "disk")  # keys of `cluster` that limit the bytes of
 
 
 class Bandwidths(Protocol):
-    """Measured bandwidths of a machine, in bytes per second; see :class:`parallax.machine.probes.Probes`."""
+    """Measured bandwidths of a machine, in bytes per second (see :class:`parallax.machine.probes.Probes`)."""
 
     @property
     def directory(self) -> str:
@@ -45,17 +45,16 @@ class Bandwidths(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """The properties of one tier.
+    """The properties of one offload tier.
 
-    ``name``: its name in ``swap.tier``, plans and devices.
-    ``key``: the key of ``cluster`` that limits its bytes on a node; errors name it.
-    ``shared``: the ranks of a node share its bandwidth; otherwise each device has its own link to its host.
-    ``steps``: an optimizer can step states in place in it; otherwise states are fetched to the device to be stepped.
-    ``copied_by_threads``: threads of the rank copy the bytes, which takes cores from it; otherwise the device copies.
-    ``in_ram``: its bytes are in the RAM of the host, so no device that is RAM itself can offload to it.
-    ``link``: the link of the catalog that reaches it; empty is the device's link to its host.
-    ``bandwidth``: bytes per second of a write and of a read on a measured machine.
-    ``free_bytes``: its free bytes now, given the folder for swap files and the free bytes of the RAM.
+    ``name``: the tier's name in ``swap.tier``, plans and devices. ``key``: the key of ``cluster`` that limits the
+    tier's bytes on a node; errors name it. ``shared``: the ranks of a node share the bandwidth; otherwise each device
+    has its own link to its host. ``steps``: an optimizer can step states in place; otherwise states are fetched to the
+    device to be stepped. ``copied_by_threads``: threads of the rank copy the bytes and use its cores; otherwise the
+    device copies. ``in_ram``: the bytes are in the RAM of the host, so a device that is RAM itself cannot offload to
+    this tier. ``link``: the catalog's link to the tier; empty means the device's link to its host. ``bandwidth``: bytes
+    per second of a write and of a read on a measured machine. ``free_bytes``: free bytes now, given the folder for swap
+    files and the free bytes of the RAM.
     """
 
     name: str
@@ -117,7 +116,7 @@ TIERS: dict[str, Tier] = {tier.name: tier for tier in (HOST, DISK, NONE)}
 
 
 def tier_named(name: str) -> Tier:
-    """Return the tier of a plan or a device; raises :class:`PlanError` for a name that is not registered."""
+    """Return the tier of this name. Raises :class:`PlanError` if none is registered."""
     if name not in TIERS:
         raise PlanError(
             f"tier {printable(name)} is not registered; registered are {', '.join(TIERS)}; call parallax.register_tier"
@@ -126,13 +125,15 @@ def tier_named(name: str) -> Tier:
 
 
 def usual_tier(*, device_is_ram: bool) -> Tier:
-    """Return the tier that ``auto`` stands for: host memory, or the disk if the device itself is RAM (a CPU)."""
+    """Return the tier that ``auto`` means: host memory, or the disk if the device itself is RAM (a CPU)."""
     return DISK if device_is_ram else HOST
 
 
 def choose_tier(key: str, requested: str, *, device_is_ram: bool) -> Tier:
-    """Return the tier that the setting ``key`` requests. Raises :class:`ConfigError` for an unknown name, or for a tier
-    in the RAM that is the device itself."""
+    """Return the tier that the setting ``key`` requests.
+
+    Raises :class:`ConfigError` for an unknown name, and for a tier in RAM if the device itself is RAM.
+    """
     check_tier(key, requested)
     if requested == AUTO:
         return usual_tier(device_is_ram=device_is_ram)

@@ -1,4 +1,4 @@
-"""The work of a model on any device: floating-point operations, bytes and kernels of each block.
+"""The work of a model, independent of the device: floating-point operations, bytes and kernels of each block.
 
 Work follows from shapes alone; :mod:`parallax.plan.analytic.efficiency` converts it into seconds on a kind of device.
 It is counted from a module on the meta device (``model/profiling/count.py``) or computed from a model's sizes
@@ -14,13 +14,13 @@ from parallax.plan.profile import NOTHING, Affine
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of one pass of one block over one micro-batch; all but ``kernels`` is affine in the rows.
+    """The work of one pass of one block over one micro-batch. All fields except ``kernels`` are affine in the rows.
 
     ``flops``            operations of matrix products
     ``attention_flops``  the part of ``flops`` in attention: scores, and scores times values
-    ``operands``         numbers of activations that the other matrix products read and write
+    ``operands``         number of activations that the other matrix products read and write
     ``bytes``            memory traffic of all other operators
-    ``kernels``          kernels launched, independent of the rows
+    ``kernels``          number of kernels launched, independent of the rows
     """
 
     flops: Affine = NOTHING
@@ -32,8 +32,10 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockWork:
-    """The work of one block. Byte fields have the meaning they have in :class:`~parallax.plan.profile.BlockCost`.
-    ``gathered``: the work of one loss over all rows, if there is one."""
+    """The work of one block. Byte fields are explained in :class:`~parallax.plan.profile.BlockCost`.
+
+    ``gathered`` is the work of one loss over all rows, if there is one.
+    """
 
     name: str
     parameters: int
@@ -59,8 +61,11 @@ class BlockWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWork:
-    """The blocks of a model in order. ``dtype`` is that of its matrix products (fp32, tf32, bf16, fp16, fp64); the
-    other fields have the meaning they have in :class:`~parallax.plan.profile.ModelProfile`."""
+    """The work of the blocks of a model, in order.
+
+    ``dtype`` is the dtype of matrix products (fp32, tf32, bf16, fp16, fp64). The other fields are explained in
+    :class:`~parallax.plan.profile.ModelProfile`.
+    """
 
     model: str
     fingerprint: str

@@ -1,4 +1,4 @@
-"""Reports of plans and runs: tables, pictures and traces."""
+"""Reports of plans and runs: tables, figures and traces."""
 
 from parallax.report.estimate import estimate_table
 from parallax.report.occupancy import occupancy_png

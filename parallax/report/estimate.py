@@ -14,8 +14,8 @@ from parallax.plan.cost.estimate import Estimate
 
 
 def estimate_table(found: Estimate) -> RenderableType:
-    """Return a table of bytes by term: on one device, and of the fullest stage of pipelines; with all activations kept,
-    and with all recomputed."""
+    """Return a table of bytes by category (parameters, activations, …), for one device and for the fullest stage of
+    pipelines, with all activations kept and with all recomputed."""
     about = Text(
         f"{printable(found.model)}: {found.parameters:,} parameters in {found.precision}, "
         f"{found.micro_batches} micro-batches of {found.rows} row(s); bytes on one device:"

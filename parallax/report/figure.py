@@ -8,7 +8,7 @@ from typing import Any
 
 
 def new_figure() -> Any:
-    """Return an empty matplotlib figure. The import takes 0.3 s, so it waits until a figure is drawn."""
+    """Return an empty matplotlib figure. matplotlib is imported only here, because that takes 0.3 s."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

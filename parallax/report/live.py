@@ -1,7 +1,7 @@
-"""The state of a run while it trains, from the files in its directory alone.
+"""The state of a run while it trains, read only from the files in its directory.
 
-Nothing here talks to a process of the run, so it works from any shell that sees the directory. A rank writes its status
-about once a second; one that has not for longer has died, or its host cannot be reached.
+No process of the run is contacted, so this works from any shell that sees the directory. A rank writes its status about
+once a second. If it has not done so for longer, it has died, or its host cannot be reached.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _ENDED = {
 
 
 class RunState(StrEnum):
-    """The state of a run: it plans or starts its ranks; it trains; it trains although a rank has died; it has died; it
-    has ended; or it has never started its ranks."""
+    """The state of a run: it plans or starts its ranks; it trains; it trains although a rank has died; its ranks have
+    died, or their hosts cannot be reached; it has ended; or it has never started its ranks."""
 
     STARTING = "starting"
     TRAINING = "training"
@@ -50,7 +50,7 @@ class RunState(StrEnum):
 @dataclass(frozen=True, kw_only=True)
 class LiveRun:
     """The state of the run in ``directory`` at the time ``now`` (seconds since 1970). ``message``: the state in words.
-    ``losses``: those of the last steps."""
+    ``losses``: the losses of the last steps."""
 
     directory: Path
     now: float
@@ -61,7 +61,7 @@ class LiveRun:
 
     @property
     def step(self) -> int:
-        """Return the completed steps."""
+        """Return the number of completed steps."""
         return max((rank.step for rank in self.ranks), default=0)
 
     @property
@@ -89,11 +89,11 @@ class LiveRun:
         return None if total is None else total / len(self.ranks)
 
     def age(self, rank: RankSnapshot) -> float:
-        """Return the seconds since a rank wrote its status."""
+        """Return the seconds since ``rank`` wrote its status."""
         return max(0.0, self.now - rank.time)
 
     def is_stale(self, rank: RankSnapshot) -> bool:
-        """Return whether a rank that has not ended is silent."""
+        """Return whether ``rank`` has not ended and is silent."""
         return not rank.ended and self.age(rank) > STALE_SECONDS
 
     def to_dict(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class LiveRun:
 
 
 def read_live(directory: Path, now: float | None = None) -> LiveRun:
-    """Return the state of the run in ``directory``; ``now``: the present time if None."""
+    """Return the state of the run in ``directory`` at the time ``now``, by default the present."""
     now = time.time() if now is None else now
     ranks = tuple(load_snapshots(directory))
     state, message = _state(directory, ranks, now)
@@ -122,7 +122,7 @@ def read_live(directory: Path, now: float | None = None) -> LiveRun:
 
 
 def newest_run(runs: Path) -> Path | None:
-    """Return the run in the folder ``runs``, or point of a sweep there, whose files changed last; None if there is
+    """Return the run that changed last in the folder ``runs``, including the points of sweeps there; None if there is
     none."""
     found = [path for pattern in ("*", "*/*") for path in runs.glob(pattern) if _is_run(path)]
     return max(found, key=lambda path: (_changed(path), path.name), default=None)
@@ -133,7 +133,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _changed(path: Path) -> float:
-    """Return the time of the last change that only a running run makes."""
+    """Return the time of the last change to a file that only a running run changes."""
     files = [path / LOCK, path / "plan.yaml", path / FOLDER, *(path / FOLDER).glob("rank-*.json")]
     return max((_modified(file) for file in files), default=0.0)
 
@@ -145,7 +145,7 @@ def _modified(path: Path) -> float:
 
 
 def _state(directory: Path, ranks: tuple[RankSnapshot, ...], now: float) -> tuple[RunState, str]:
-    """Return the state and a sentence about it."""
+    """Return the state of the run, and a sentence about it."""
     newest = max((rank.time for rank in ranks), default=0.0)
     locked = is_locked(directory)
     if locked and (not ranks or _modified(directory / LOCK) > newest):
@@ -173,7 +173,7 @@ def _state(directory: Path, ranks: tuple[RankSnapshot, ...], now: float) -> tupl
 
 
 def _losses(path: Path) -> Iterator[float]:
-    """Yield the losses in the last part of a file of metrics."""
+    """Yield the losses at the end of a file of metrics."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -189,6 +189,6 @@ def _losses(path: Path) -> Iterator[float]:
 
 
 def _sum(values: list[float | None]) -> float | None:
-    """Return the sum; None if a value is unknown."""
+    """Return the sum of ``values``; None if a value is unknown."""
     known = [value for value in values if value is not None]
     return sum(known) if known and len(known) == len(values) else None

@@ -1,4 +1,5 @@
-"""The bytes of a stage's swap over one step, on the device and in the offload tier, drawn with the actions."""
+"""The memory that a stage's swap uses during one step, on the device and in the offload tier, drawn above the
+actions."""
 
 from __future__ import annotations
 
@@ -25,10 +26,10 @@ _ACTIONS = ("forward", "backward", "backward_weight", "update")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Occupancy:
-    """The bytes of one rank's swap over one step.
+    """The memory that one rank's swap uses during one step.
 
-    ``samples`` are (seconds, bytes on the device, bytes in the tier) at every change; ``spans`` are the actions, both
-    on the clock of the rank's host. ``limit_bytes``: the swap's limit on the device.
+    ``samples``: (seconds, bytes on the device, bytes in the offload tier) at every change. ``spans``: the times of the
+    actions, on the same clock of the rank's host. ``limit_bytes``: the swap's limit on the device.
     """
 
     rank: int
@@ -51,7 +52,7 @@ class Occupancy:
         return start, max([span.end for span in self.spans] + changes, default=start)
 
     def save(self, directory: Path) -> None:
-        """Write these samples and spans, as JSON, into the run's ``directory``."""
+        """Write the samples and spans as JSON into the run ``directory``."""
         occupancy_path(directory, self.rank).write_text(
             json.dumps(asdict(self) | {"spans": [span._asdict() for span in self.spans]}),
             encoding="utf-8",
@@ -59,7 +60,7 @@ class Occupancy:
 
     @classmethod
     def load(cls, directory: Path, rank: int) -> Occupancy:
-        """Read the file of ``rank`` in the directory of its run."""
+        """Read the file of ``rank`` in the run ``directory``."""
         path = occupancy_path(directory, rank)
         try:
             found = read_json(path, DOCUMENT_BYTES)
@@ -79,20 +80,20 @@ class Occupancy:
 
 
 def occupancy_path(directory: Path, rank: int) -> Path:
-    """Return the path of a rank's file."""
+    """Return the path of a rank's file in the run ``directory``."""
     return directory / f"swap-rank{rank}.json"
 
 
 def computed(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Return those actions of a step that a picture shows."""
+    """Return the spans of those actions that a picture shows."""
     return tuple(span for span in spans if span.kind in _ACTIONS)
 
 
 def occupancy_png(steps: Sequence[Occupancy], path: Path) -> None:
-    """Draw a picture to ``path`` (1600 × 900) with one row per stage. The left column shows the bytes on the device
-    and a line at their limit, the right column the bytes in the tier; the actions are drawn under both curves. Seconds
-    count from the first action. If there are more than ``MOST_STAGES`` stages, those closest to their limit are drawn.
-    ``steps`` has at least one."""
+    """Draw a picture (1600 × 900) to ``path``, with one row for each stage. The left column shows the bytes on the
+    device, with a line at their limit, and the right column the bytes in the offload tier. The actions are drawn below
+    both curves. Seconds count from the first action. If there are more than ``MOST_STAGES`` stages, those closest to
+    their limit are drawn. ``steps`` must not be empty."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -127,13 +128,14 @@ def occupancy_png(steps: Sequence[Occupancy], path: Path) -> None:
 
 
 def fullest(steps: Sequence[Occupancy]) -> list[Occupancy]:
-    """Return the steps whose device bytes come closest to their limit, at most ``MOST_STAGES``, ordered by stage."""
+    """Return at most ``MOST_STAGES`` of ``steps``, those whose bytes on the device come closest to their limit, ordered
+    by stage."""
     order = sorted(steps, key=lambda step: -step.high(DEVICE_COLUMN) / (step.limit_bytes or 1))
     return sorted(order[:MOST_STAGES], key=lambda step: step.stage)
 
 
 def _draw(axes: Any, step: Occupancy, column: int, colour: str) -> None:
-    """Draw one column of the samples as a curve; bytes are constant until the next sample."""
+    """Draw one column of the samples as a curve. Bytes stay constant until the next sample."""
     start, end = step.bounds
     seconds = [sample[0] - start for sample in step.samples]
     sizes = [sample[column] for sample in step.samples]

@@ -1,4 +1,4 @@
-"""A plan as tables: its stages, their bytes and seconds by term, and the device of each rank."""
+"""A plan as tables: its stages, their bytes and seconds by category, and the device of each rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_COLUMNS = 8  # pipeline ranks whose terms stand side by side
 
 
 def plan_table(plan: Plan, profile: ModelProfile | None = None) -> Table:
-    """Return a table with a row for each run of equal consecutive stages, and the prediction in the caption."""
+    """Return a table of the stages, in which consecutive equal stages share a row. The caption has the prediction."""
     trains, prediction = plan.task.trains, plan.prediction
     parameters = f"{parameters_of(profile)} in " if profile else ""
     table = Table(
@@ -88,7 +88,7 @@ def _speed(plan: Plan) -> str:
 
 
 def _unused(plan: Plan) -> str:
-    """Return a line for each kind of device with devices that the plan does not use."""
+    """Return lines of text about devices that the plan does not use, and about replicas that never have rows."""
     used, text = plan.world_size, ""
     if plan.spare_devices:
         text = f"\n{used} of {used + plan.spare_devices} devices are used: with more the step would be no shorter"
@@ -103,7 +103,7 @@ def _unused(plan: Plan) -> str:
 
 
 def _alike(plan: Plan) -> Iterator[tuple[int, int]]:
-    """Yield first and last stage of each run of stages that differ only in their first block."""
+    """Yield the first and the last stage of each series of stages that differ only in their first block."""
 
     def key(index: int) -> tuple[object, ...]:
         stage = plan.stages[index]
@@ -162,8 +162,8 @@ def placement_table(plan: Plan, cluster: Cluster) -> Table:
 
 
 def placement(plan: Plan, names: Sequence[str], transports: Mapping[str, str]) -> dict[str, object]:
-    """Return the placement of the ranks as plain data. ``names``: the node of each rank; ``transports``: "0 -> 1" → the
-    transport of that edge."""
+    """Return on which node and device each rank runs, as plain data. ``names``: the node of each rank. ``transports``:
+    "0 -> 1" → the transport of that edge."""
     return {
         "stages": [
             {
@@ -181,7 +181,7 @@ def placement(plan: Plan, names: Sequence[str], transports: Mapping[str, str]) -
 
 
 def save_placement(directory: Path, found: Mapping[str, object]) -> None:
-    """Write the placement beside the plan."""
+    """Write ``found``, the result of :func:`placement`, beside the plan."""
     (directory / PLACEMENT).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
@@ -218,8 +218,8 @@ def _spans(numbers: Sequence[int]) -> str:
 
 
 def memory_table(plan: Plan) -> Table:
-    """Return a table with a row for each term: bytes of the fullest rank of each pipeline rank at its peak, and its
-    seconds per step."""
+    """Return a table with a row for each category of memory (parameters, activations, …) and of time. For each pipeline
+    rank it shows the peak bytes of the fullest rank, and the seconds of a step."""
     columns = _columns(plan.prediction)
     left_out = len(plan.prediction.stages) - sum(last - first + 1 for first, last in columns)
     table = Table(
@@ -252,8 +252,8 @@ def _tier_peak(plan: Plan, pipeline_rank: int) -> int:
 
 
 def _columns(prediction: Prediction) -> list[tuple[int, int]]:
-    """Return (first, last) of each run of pipeline ranks with equal bytes and, to a hundredth of the step, equal
-    seconds. If there are many runs: only the first, the last, and those with the largest peaks."""
+    """Return the first and the last of each series of pipeline ranks with equal bytes and, to a hundredth of the step,
+    equal seconds. If there are many series, return only the first, the last, and those with the largest peaks."""
     stages = prediction.stages
 
     def key(index: int) -> tuple[object, ...]:
@@ -279,7 +279,7 @@ def _add_terms(
     form: Callable[[float], str],
     total: str,
 ) -> None:
-    """Add a row for each term that is not zero everywhere, and their sum."""
+    """Add a row for each category that is not zero in all columns, and a row for the sum."""
     for term in dict.fromkeys(term for column in columns for term in column):
         if any(column.get(term) for column in columns):
             table.add_row(term, *(form(column.get(term, 0)) for column in columns))

@@ -28,7 +28,8 @@ def tell_noise(console: Console, profile: ModelProfile) -> None:
 
 
 def profile_table(profile: ModelProfile, rows: int) -> Table:
-    """Return a table with a row for each run of equal blocks, for a micro-batch of ``rows`` rows."""
+    """Return a table of the blocks' costs for a micro-batch of ``rows`` rows, in which consecutive equal blocks share a
+    row."""
     table = Table(
         box=box.SIMPLE_HEAD,
         title=f"{profile.model} on {profile.device}, {profile.precision}, {profile.source}; for {rows} row(s)",
@@ -72,7 +73,7 @@ def profile_table(profile: ModelProfile, rows: int) -> Table:
 
 
 def parameters_of(profile: ModelProfile) -> str:
-    """Return a text with the number of parameters and, if some are frozen, of trained ones."""
+    """Return the number of parameters as text and, if some are frozen, also the number of trained ones."""
     total = f"{profile.parameters:,} parameters"
     return f"{total} ({profile.trained:,} trained)" if _frozen(profile) else total
 

@@ -1,7 +1,7 @@
 """The status of each rank of a run, in a file that the rank replaces about once a second.
 
-The files are all that another process needs to watch a run: ``parallax top`` reads them, from any shell that sees the
-run's directory, and never talks to the ranks.
+To watch a run, another process needs only these files: ``parallax top`` reads them from any shell that sees the run
+directory, and never contacts the ranks.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ FOLDER = "ranks"  # folder in the run directory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSnapshot:
-    """The status of one rank at ``time``, in seconds since 1970 on its host's clock.
+    """The status of one rank at ``time``, in seconds since 1970 on the clock of its host.
 
-    ``ended``: how the run ended, empty while it lasts. ``doing``: the current action or phase. ``step``: completed
-    steps of ``steps``. The other fields are of the last step: its seconds; the rows and tokens of the rank per second;
-    ``utilization``, of its device by the operations of its blocks; the peak bytes of the device and its budget; the
-    resident bytes of the process, and its part of the host's memory; the shares of the step in which the rank waited
-    for swapped data and for rows; and the bytes per second moved to and from the offload tier. ``fetch_seconds``: of
-    waiting for rows outside of actions, the mean over the steps. ``seconds_left``: until the last step, at the pace of
-    the last twenty. None: unknown, or there is no such thing.
+    ``ended``: how the run ended; empty while it runs. ``doing``: the current action or phase. ``step``: the number of
+    completed steps, of ``steps`` in total. ``utilization``: model FLOP utilization of the rank's device.
+    ``device_bytes``: peak memory of the device. ``host_bytes``: resident memory of the process; ``host_budget_bytes``:
+    its part of the host's memory. ``stall_share`` and ``input_share``: the fractions of a step in which the rank waited
+    for swapped data and for rows. ``swap_bytes_per_second``: bytes moved to and from the offload tier.
+    ``fetch_seconds``: the time of waiting for rows outside of actions, averaged over the steps. ``seconds_left``: the
+    time until the last step, at the speed of the last twenty steps.
+
+    Figures without another period are of the last step. None means that a figure is unknown, or does not exist for this
+    rank.
     """
 
     rank: int
@@ -58,14 +61,14 @@ class RankSnapshot:
     power_watts: float | None = None
 
     def save(self, directory: Path) -> None:
-        """Replace the rank's file in the run's ``directory``."""
+        """Replace the rank's file in the run ``directory``."""
         path = snapshot_path(directory, self.rank)
         path.parent.mkdir(exist_ok=True)
         replace_text(path, json.dumps(asdict(self)) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> RankSnapshot | None:
-        """Read a file; None if it is missing or is not a status file."""
+        """Read a status file; None if it is missing or invalid."""
         try:
             found: RankSnapshot = convert_exactly(cls, read_json(path, SMALL_BYTES), "status")
         except (OSError, ValueError, TypeError, ConfigError):
@@ -74,13 +77,13 @@ class RankSnapshot:
 
 
 def snapshot_path(directory: Path, rank: int) -> Path:
-    """Return the path of a rank's file in the run's ``directory``."""
+    """Return the path of a rank's file in the run ``directory``."""
     return directory / FOLDER / f"rank-{rank:03}.json"
 
 
 def load_snapshots(directory: Path) -> list[RankSnapshot]:
-    """Return the latest status of each rank of the run in ``directory``, by rank. Files of an earlier start with more
-    ranks are left out."""
+    """Return the latest status of each rank of the run in ``directory``, in rank order. Files that an earlier start
+    with more ranks has left are ignored."""
     files = sorted((directory / FOLDER).glob("rank-*.json"))
     found = [each for file in files if (each := RankSnapshot.load(file)) is not None]
     newest = max(found, key=lambda each: each.time, default=None)

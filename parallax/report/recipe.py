@@ -1,4 +1,4 @@
-"""The recipe of a run: its parameter groups as a table, and the curve of its learning rate."""
+"""The recipe of a run: its parameter groups as a table, and its learning rate as a curve."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def print_recipe(
     groups: Sequence[GroupSummary],
     steps: int,
 ) -> None:
-    """Print the groups, if the settings ask for some, and the learning rate over ``steps``, if these are known."""
+    """Print the parameter groups, if the settings define some, and the learning rate over ``steps`` steps, if their
+    number is known."""
     if groups and (table := groups_table(optimizer, groups)) is not None:
         console.print(table)
     if steps:
@@ -52,7 +53,8 @@ def groups_table(optimizer: OptimizerConfig, groups: Sequence[GroupSummary]) -> 
 
 
 def schedule_line(optimizer: OptimizerConfig, schedule: ScheduleConfig, steps: int) -> str:
-    """Return the learning rate over a run of ``steps`` as one line: first and last value, and a curve between."""
+    """Return the learning rate over a run of ``steps`` steps as one line: the first value, a curve, and the last
+    value."""
     first, last = (optimizer.lr * schedule.factor(step, steps) for step in (0, steps - 1))
     return (
         f"learning rate ({schedule.name}): {first:.2e} {curve(schedule, steps)} {last:.2e}, "

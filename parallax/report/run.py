@@ -1,4 +1,4 @@
-"""The end of a run: predicted and measured figures."""
+"""The predicted and measured figures of a run that has ended."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def summary_table(summary: Mapping[str, Any]) -> RenderableType:
 
 
 def _utilization(summary: Mapping[str, Any]) -> list[str]:
-    """Return a line on the model FLOP utilization, none if it is unknown. One above 100% is impossible: the peak is too
-    low then."""
+    """Return a line on the model FLOP utilization; an empty list if it is unknown. If it is above 100%, the line says
+    that the assumed peak is too low."""
     share, peak = summary.get("mfu"), summary.get("peak_flops")
     if not share or not peak:
         return []
@@ -71,8 +71,8 @@ _ENDS = {
 
 
 def _outcome(summary: Mapping[str, Any]) -> str:
-    """Return one sentence with the steps, the first and last loss, the validation loss with the unigram entropy of the
-    text, and the speed."""
+    """Return one sentence with the number of steps, the first and last loss, the validation loss (for text also the
+    unigram entropy), and the speed."""
     first, last, validation, entropy = (
         _cell(summary.get(key), "{:.4f}")
         for key in ("loss_first", "loss_last", "validation_loss", "unigram_entropy")

@@ -1,7 +1,7 @@
 """Report the swap of a run: bytes moved, waits of training, and why tensors were moved or kept.
 
-The entry of a rank in ``summary.json`` has means over all steps, and the last step by micro-batch. Each rank writes the
-bytes over that step beside its events (:mod:`parallax.report.occupancy`).
+In ``summary.json``, the entry of a rank has means over all steps, and details of the last step by micro-batch. Each
+rank also writes how its memory changed during the last step (:mod:`parallax.report.occupancy`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SUMMED = ("bytes_out", "bytes_in", "bytes_cancelled", "stall_seconds", "transfe
 _LARGEST = ("high_water", "tier_high_water", "limit_bytes", "pinned_waste_bytes")
 
 Row = Mapping[str, Any]
-"""A rank of ``summary.json``."""
+"""The entry of a rank in ``summary.json``."""
 
 
 def swaps(statistics: SwapStatistics) -> bool:
@@ -35,7 +35,7 @@ def swaps(statistics: SwapStatistics) -> bool:
 
 
 class SwapRecord:
-    """One rank's swap statistics over a run: sums and peaks of all steps, and details of the last step."""
+    """The swap statistics of one rank over a run: sums and peaks of all steps, and details of the last step."""
 
     def __init__(self) -> None:
         self._total = SwapStatistics()
@@ -79,19 +79,19 @@ class SwapRecord:
 
 
 def swapped_ranks(summary: Mapping[str, Any]) -> list[Row]:
-    """Return the entries of those ranks in ``summary.json`` whose stage swapped."""
+    """Return the entries in ``summary.json`` of the ranks whose stage swapped."""
     return [rank for rank in summary.get("ranks") or [] if rank.get("swap")]
 
 
 def swap_tables(ranks: Sequence[Row]) -> RenderableType:
-    """Return tables: means and peaks of each rank and, for each stage, from the rank that stalled most, the last step
-    by micro-batch and the reasons why tensors were moved or kept."""
+    """Return tables of the means and peaks of each rank. For each stage there are also tables from the rank that waited
+    longest: the last step by micro-batch, and why tensors were moved or kept."""
     shown = worst_of_stages(ranks)
     return Group(_rank_table(ranks), _micro_table(shown), _decision_table(shown))
 
 
 def worst_of_stages(ranks: Sequence[Row]) -> list[Row]:
-    """Return for each stage the rank that stalled most in the last step."""
+    """Return for each stage the rank that waited longest for swapped data in the last step."""
     worst: dict[int, Row] = {}
     for rank in ranks:
         best = worst.setdefault(rank["stage"], rank)
@@ -105,8 +105,8 @@ def _stalled(rank: Row) -> float:
 
 
 def _rank_table(ranks: Sequence[Row]) -> Table:
-    """Return a table of means and peaks by rank, with the memory that the tier allocated but did not use, if there is
-    any."""
+    """Return a table of means and peaks by rank. It includes the memory that the tier allocated without using it, if
+    there is any."""
     headings = ["rank", "stage", "out", "in", "stalled", "over-\nlapped", "limit", "filled", "tier"]
     tier_keys = ["tier_high_water_bytes"]
     if any(rank["swap"]["pinned_waste_bytes"] for rank in ranks):
@@ -156,7 +156,7 @@ def _moved(found: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _decision_table(ranks: Sequence[Row]) -> Table:
-    """Return a table of the bytes that were moved or kept, by reason, largest first."""
+    """Return a table of the bytes that were moved or kept for each reason, largest first."""
     table = _table(
         "saved tensors of the last step", "stage", "rank", "decision", "tensors", "bytes"
     )

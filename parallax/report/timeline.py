@@ -1,4 +1,4 @@
-"""Timelines as pictures: one row per rank, for predicted and measured spans alike."""
+"""Draw timelines: one row for each rank, for predicted and measured spans (times of actions) alike."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ DIGIT_SHARE = 0.007
 
 
 def timeline_png(predicted: list[Span], measured: list[Span], path: Path) -> None:
-    """Draw both timelines to ``path`` (1600 × 900), predicted above measured, on one axis in seconds. If ``measured``
-    is empty, the predicted timeline fills the picture.
+    """Draw both timelines to ``path`` (1600 × 900), the predicted one above the measured one, on one axis in seconds.
+    If ``measured`` is empty, the predicted timeline fills the picture.
 
-    Each box is labelled with its micro-batch; its grey start is the time that the rank waited. Each timeline begins at
-    its first span. Ranks of several hosts are aligned only as well as their clocks.
+    Each box is labelled with its micro-batch. Its grey part at the start is the time that the rank waited. Each
+    timeline begins at its first span. Ranks on several hosts are aligned only as well as the hosts' clocks.
     """
     from matplotlib.patches import Patch
 
@@ -65,7 +65,8 @@ def _length(spans: list[Span]) -> float:
 
 
 def _kind(span: Span) -> str:
-    """Return the kind of action by which a span is coloured: sends and receives of both directions have one colour."""
+    """Return the kind of action that determines the colour of a span. Sends and receives of both directions have one
+    colour."""
     return span.kind if span.kind in COLOURS else span.kind.split("_")[0]
 
 

@@ -1,7 +1,7 @@
-"""One frame of ``parallax top``: the ranks of a run as a table that fits the terminal.
+"""One frame of ``parallax top``: the ranks of a run as a table that fits into the terminal.
 
-Columns without a figure are hidden. If the others are too wide, memory is shown as a share, the step only in the
-heading, and then the columns that matter least are left out, and named in the last line.
+Columns without a figure are hidden. If the others are too wide, memory is shown as a percentage and the step only in
+the heading. If they are still too wide, the least important columns are left out, and the last line names them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ _SHORT_ACTIONS = {
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of the table. ``heading``; ``cell``: returns the text for a rank; ``importance``: columns with the least
-    are left out first; ``marked``: returns whether a rank's text is red; ``left``: the text is aligned to the left."""
+    """A column of the table. ``cell(rank)`` returns the text for a rank. ``importance``: the least important columns
+    are left out first. ``marked(rank)`` returns whether the text is red. ``left``: whether the text is aligned to the
+    left."""
 
     heading: str
     cell: Callable[[RankSnapshot], str]
@@ -52,8 +53,8 @@ class _Column:
 def frame(
     run: LiveRun, width: int, height: int, sort: str = "rank", *, keys: bool = True
 ) -> RenderableType:
-    """Return the frame for a terminal of ``width`` × ``height``; ``sort``: a value of :data:`SORTS`. ``keys``: name the
-    keys in the last line."""
+    """Return the frame for a terminal of ``width`` × ``height`` characters. ``sort``: one of :data:`SORTS`. ``keys``:
+    whether the last line names the keys."""
     head = _head(run, width)
     ranks = sorted(run.ranks, key=_order(sort))
     columns, hidden = _fitting(run, width)
@@ -92,7 +93,7 @@ def _head(run: LiveRun, width: int) -> list[Text]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return ``values`` as bars, at most ``width`` of them. If there are more values, each bar is a mean of several."""
+    """Return ``values`` as at most ``width`` bars. If there are more values, each bar is the mean of several."""
     count = min(width, len(values))
     bounds = [len(values) * place // count for place in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(bounds)]
@@ -114,7 +115,7 @@ def _order(sort: str) -> Callable[[RankSnapshot], tuple[float, int]]:
 
 
 def _fitting(run: LiveRun, width: int) -> tuple[list[_Column], list[str]]:
-    """Return the columns that fit, and the headings of those left out."""
+    """Return the columns that fit into ``width``, and the headings of those that are left out."""
     for level in range(3):
         columns = _known(run, _columns(run, level))
         if _width(run, columns) <= width:
@@ -128,7 +129,7 @@ def _fitting(run: LiveRun, width: int) -> tuple[list[_Column], list[str]]:
 
 
 def _columns(run: LiveRun, level: int) -> list[_Column]:
-    """Return all columns; a higher ``level`` makes them narrower."""
+    """Return all columns. A higher ``level`` makes them narrower."""
     steps = [rank.step for rank in run.ranks]
     apart = max(steps, default=0) > min(steps, default=0) + 1  # files differ by one at any time
     unit = "/s" if level == 0 else ""
@@ -154,7 +155,7 @@ def _columns(run: LiveRun, level: int) -> list[_Column]:
 
 
 def _known(run: LiveRun, columns: Sequence[_Column]) -> list[_Column]:
-    """Return the columns that have a text for some rank."""
+    """Return the columns that have a text for at least one rank."""
     return [column for column in columns if any(map(column.cell, run.ranks))]
 
 
@@ -170,7 +171,8 @@ def _widths(run: LiveRun, columns: Sequence[_Column]) -> list[int]:
 
 
 def _rows(run: LiveRun, columns: Sequence[_Column], ranks: Sequence[RankSnapshot]) -> list[Text]:
-    """Return the heading and a line for each rank. Widths are those of all ranks, so that sorting moves nothing."""
+    """Return the heading, and a line for each rank in ``ranks``. Widths are computed over all ranks of the run, so that
+    sorting moves no column."""
     widths = _widths(run, columns)
 
     def line(texts: Sequence[str], styles: Sequence[str]) -> Text:
@@ -191,7 +193,7 @@ def _rows(run: LiveRun, columns: Sequence[_Column], ranks: Sequence[RankSnapshot
 
 
 def _doing(run: LiveRun, rank: RankSnapshot, level: int) -> str:
-    """Return a rank's action, with its micro-batch, or its phase."""
+    """Return what a rank does now: its action with the micro-batch, or its phase."""
     if rank.ended:
         return "ended"
     if run.is_stale(rank):
@@ -224,7 +226,7 @@ def _waits(name: str) -> Callable[[RankSnapshot], bool]:
 
 
 def _above_all(rank: RankSnapshot) -> bool:
-    """Return whether the utilization is above 100%, which means that the assumed peak is too low."""
+    """Return whether the utilization is above 100%, which shows that the assumed peak is too low."""
     return (rank.utilization or 0.0) > 1.0
 
 

@@ -1,4 +1,4 @@
-"""A timeline as a Chrome trace, for https://ui.perfetto.dev and chrome://tracing.
+"""Convert a timeline to a Chrome trace, for https://ui.perfetto.dev and chrome://tracing.
 
 Each rank is one process with three tracks: computing, messages, and swapping. Format: "Trace Event Format", Google
 (2016), with complete events (X) in microseconds, instants (i) for actions that only start an operation, and metadata
@@ -19,7 +19,7 @@ _MICROSECONDS = 1e6
 
 
 def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
-    """Return the spans as Chrome trace events; time begins at the first span."""
+    """Return the spans (times of actions) as Chrome trace events. Time begins at the first span."""
     origin = min((span.start for span in spans), default=0.0)
     events = [
         event for rank in sorted({span.rank for span in spans}) for event in _names(rank, spans)

@@ -1,1 +1,1 @@
-"""A run: its configuration, plan, directory and processes, and a new plan if measured times drift."""
+"""A run: its settings, plan, directory and processes, and a new plan if measured times differ from the prediction."""

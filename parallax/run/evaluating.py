@@ -1,4 +1,4 @@
-"""Evaluate a run in one rank: loss and metrics of held-out rows, with the weights of a checkpoint."""
+"""One rank's part of an evaluation: loss and metrics of held-out rows, with the weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from parallax.train.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """The figures of one evaluation. ``sets``: by name, the main one first; ``peak_bytes``: by rank."""
+    """The figures of one evaluation. ``sets``: name → figures of each held-out set, the main one first. ``peak_bytes``:
+    the peak memory of each rank."""
 
     job: ForwardJob
     step: int
@@ -38,7 +39,7 @@ class EvaluatedRun:
         return sum(each.rows for each in self.sets.values()) / self.seconds if self.seconds else 0.0
 
     def figures(self) -> dict[str, float]:
-        """Return the figures under the names of a run's ``metrics.jsonl``."""
+        """Return the figures under the names that they have in ``metrics.jsonl``."""
         named: dict[str, float] = {}
         for number, (name, found) in enumerate(self.sets.items()):
             end = f"/{name}" if number else ""
@@ -47,7 +48,7 @@ class EvaluatedRun:
         return named
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, with null for figures that are not finite."""
+        """Return plain data, with null for non-finite figures."""
         job, plan = self.job, self.job.plan
         return {
             "run": str(job.directory),
@@ -87,7 +88,7 @@ class EvaluatedRun:
 
 
 def figures_path(job: ForwardJob) -> Path:
-    """Return the usual file of the figures: named after the checkpoint, the weights and the changed settings."""
+    """Return the default file for the figures. Its name tells the checkpoint, the weights and the changed settings."""
     changed = hashlib.sha256("\n".join(job.changed).encode()).hexdigest()[:8] if job.changed else ""
     parts = [job.checkpoint.name, "ema" if job.averaged else "", changed]
     return job.directory / "evaluate" / f"{'-'.join(filter(None, parts))}.json"
@@ -125,8 +126,8 @@ def evaluate(
 
 @contextlib.contextmanager
 def _advancing(held_out: HeldOut, title: str, watchdog: Watchdog, *, quiet: bool) -> Iterator[Any]:
-    """Yield the progress function of an evaluation. Each batch is a phase of its own, so that only one batch must end
-    within ``trainer.phase_seconds``."""
+    """Yield the progress function of an evaluation. It makes each batch a phase of its own, so that
+    ``trainer.phase_seconds`` limits a single batch, not the whole evaluation."""
     with (
         contextlib.ExitStack() as phases,
         progress(title, held_out.known_batches(), quiet=quiet) as advance,

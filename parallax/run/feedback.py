@@ -1,7 +1,7 @@
-"""Correct the profile that a run was planned with by the run's measured timeline.
+"""Correct the profile with which a run was planned, by the run's measured timeline.
 
-A run's directory holds its plan, the plan's inputs and the events of every rank. The corrected profile is written there
-and into the cache of profiles, so the next plan of the same model on this machine uses it.
+The directory of a run holds its plan, the plan's inputs and the events of every rank. The corrected profile is written
+there and into the cache of profiles, so the next plan of the same model on this machine uses it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ RECENT_STEPS = 100  # number of the last steps of a run that are used
 class CorrectedProfile:
     """A profile corrected by measurements.
 
-    ``path``: its cache file; None if it is not cached. ``cluster``: the cluster that it belongs to, in which the ranks
-    ``slow`` (rank → factor) have slow devices. Seconds of a step: measured, predicted by the plan (``first_seconds``),
-    and predicted with the corrected profile (``second_seconds``).
+    ``path``: the cache file of the profile; None if it is not cached. ``cluster``: the cluster of the profile, in which
+    the devices of the ranks in ``slow`` (rank → factor) are slow. ``measured_seconds``: the measured duration of a
+    step; ``first_seconds``: the duration that the plan predicted; ``second_seconds``: the duration that the corrected
+    profile predicts.
     """
 
     profile: ModelProfile
@@ -52,12 +53,12 @@ class CorrectedProfile:
 
     @property
     def first_error(self) -> float:
-        """Return the error of the plan as a fraction of the measured seconds."""
+        """Return the plan's error, as a fraction of the measured seconds."""
         return self.first_seconds / self.measured_seconds - 1
 
     @property
     def second_error(self) -> float:
-        """Return the error with the corrected profile as a fraction of the measured seconds."""
+        """Return the corrected profile's error, as a fraction of the measured seconds."""
         return self.second_seconds / self.measured_seconds - 1
 
 
@@ -70,9 +71,9 @@ def correct(
 ) -> CorrectedProfile:
     """Correct the profile of the run in ``directory`` by measured times, write it, and return it.
 
-    ``slow``: rank → factor of the ranks whose devices were slow. Their slowness is attributed to the devices, not to
-    the blocks; a factor that the run's spans do not confirm is ignored. A profile with slow devices is not cached,
-    because the devices of other runs may have full speed. Raises :class:`ConfigError` if the run recorded no steps, and
+    ``slow``: rank → factor, for ranks that were slow. Their slowness is attributed to the devices, not to the blocks. A
+    factor that the run's measured actions do not confirm is ignored. A profile with slow devices is not cached, because
+    the devices of other runs may have full speed. Raises :class:`ConfigError` if the run recorded no steps, and
     :class:`~parallax.errors.PlanError` if its files do not belong together.
     """
     inputs = Inputs.load(inputs_path(directory / "plan.yaml"))
@@ -106,8 +107,8 @@ def correct(
 
 def drop_contradicted(directory: Path, config: RunConfig, summary: Mapping[str, Any]) -> str:
     """Remove the cached profile if the measured steps of a run contradict it, so that the next plan measures again.
-    Return a message for the user, or an empty string. Runs with a slow rank are ignored, and so are runs that recorded
-    steps for debugging."""
+    Return a message for the user, or "". Runs with a slow rank are ignored, and so are runs that recorded steps for
+    debugging."""
     if summary.get("stragglers") or config.debug.record != "off":
         return ""
     numbers = summary.get("step_seconds_median"), summary.get("predicted_step_seconds")
@@ -124,9 +125,9 @@ def drop_contradicted(directory: Path, config: RunConfig, summary: Mapping[str, 
 
 
 def measured_spans(directory: Path, ranks: int) -> list[Span]:
-    """Return the spans of a run's last steps. The first steps of a run are excluded, because they touch memory for the
-    first time and connect. Without recorded events, return the spans of the typical step that the run wrote at its end.
-    """
+    """Return the spans (times of actions) of a run's last steps. The first steps of a run are excluded, because they
+    touch memory for the first time and open connections. Without recorded events, return the spans of the typical step
+    that the run wrote at its end."""
     files = [events_path(directory, rank) for rank in range(ranks)]
     spans = [span for file in files if file.is_file() for span in _recent(file)]
     typical = directory / MEASURED_EVENTS
@@ -137,7 +138,7 @@ def measured_spans(directory: Path, ranks: int) -> list[Span]:
 
 
 def check_spans(spans: Sequence[Span], directory: Path, plan: Plan) -> None:
-    """Raise :class:`ConfigError` if ``spans``, read from ``directory``, do not match ``plan``."""
+    """Raise :class:`ConfigError` if ``spans``, which were read from ``directory``, do not match ``plan``."""
     kinds = set(Kind)
     for span in spans:
         known = (

@@ -1,4 +1,4 @@
-"""Run forwards of a trained run: its settings, a checkpoint, and a plan of forwards alone for the devices at hand.
+"""Run forwards with a trained run: its settings, a checkpoint, and a plan of forwards for the present devices.
 
 ::
 
@@ -60,14 +60,15 @@ _ALL = "data"  # the set of all rows of other data
 
 @dataclass(frozen=True, kw_only=True)
 class NewRows:
-    """Rows without targets, in the file or folder ``path``; empty if the settings of the data name them. ``bad``: stop
-    or skip at a row that cannot be read."""
+    """Rows without targets in the file or folder ``path``; "" if the data settings name the path. ``bad``: the reaction
+    to a row that cannot be read, stop or skip."""
 
     path: str = ""
     bad: str = STOP
 
     def names_kind(self, overrides: Sequence[str]) -> bool:
-        """Return whether the ``overrides`` say how to read the rows. Raises :class:`ConfigError` if nothing does."""
+        """Return whether ``overrides`` choose the kind of data. Raises :class:`ConfigError` if neither they nor
+        ``path`` name the rows."""
         named = any(each.startswith("data=") for each in overrides)
         if not named and not self.path:
             raise ConfigError(
@@ -76,7 +77,7 @@ class NewRows:
         return named
 
     def fitted(self, config: RunConfig) -> RunConfig:
-        """Return the settings with this path, and with batches of no more rows than there are."""
+        """Return the settings with ``path``. The batch is made smaller if there are fewer rows."""
         data = config.data
         if self.path and hasattr(data, "path"):
             data = replace(data, path=self.path)  # type: ignore[call-arg]
@@ -90,16 +91,16 @@ class NewRows:
         )
 
     def read_by(self, config: RunConfig) -> RunConfig:
-        """Return the settings with data that have no targets."""
+        """Return the settings with data that are read without targets."""
         return replace(config, data=UnlabelledDataConfig.of(config.data, self.bad))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardRequest:
-    """What to run: the run's settings changed by ``overrides``, the checkpoint of ``choice``, with its ``weights``:
-    trained, ema, or None for those that the run validated with. ``devices``: how many to plan for, unless the
-    overrides say so. ``groups``: more groups of settings that the overrides may change. ``rows``: new rows to compute
-    outputs of, in place of the run's data."""
+    """The forwards that a user requests. ``overrides`` change the run's settings. ``choice``: the checkpoint.
+    ``weights``: trained, ema, or None for the weights with which the run validated. ``devices``: the number of devices
+    to plan for, unless the overrides set it. ``groups``: further groups of settings that the overrides may change.
+    ``rows``: new rows, which replace the run's data."""
 
     task: PlanTask
     choice: CheckpointChoice
@@ -110,7 +111,8 @@ class ForwardRequest:
     rows: NewRows | None = None
 
     def settings(self, run: StoredRun) -> RunConfig:
-        """Return the settings to run with. Raises :class:`ConfigError` for an override of what only training has."""
+        """Return the settings for the forwards. Raises :class:`ConfigError` if an override changes a setting that only
+        affects training."""
         stored = run.config
         base = replace(
             stored,
@@ -151,18 +153,18 @@ def _sized(stored: RunConfig, devices: int) -> ClusterConfig:
 
 
 def _reading(config: RunConfig) -> set[str]:
-    """Return the settings that do not change which rows are evaluated."""
+    """Return the keys of the data settings that affect only how rows are read, not which rows are evaluated."""
     return {f"data.{key}" for key in config.data.reading}
 
 
 def _holds_out(changed: Collection[str]) -> bool:
-    """Return whether the overrides say which rows of the data are held out."""
+    """Return whether the changed keys include the choice of held-out rows."""
     return any(key.split(".")[:2] == ["data", "validation"] for key in changed)
 
 
 def _with_all_rows(config: RunConfig) -> RunConfig:
-    """Return the settings for other data than the run's, of which all rows are evaluated. A batch has no more rows than
-    there are."""
+    """Return the settings for evaluating all rows of other data than the run's. The batch is made smaller if there are
+    fewer rows."""
     data = config.data
     if not isinstance(data, IndexedDataConfig):
         return config
@@ -174,9 +176,9 @@ def _with_all_rows(config: RunConfig) -> RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardJob:
-    """Everything that a rank needs to run forwards: plain data, equal on all ranks. ``directory``: of the run;
-    ``averaged``: use averaged weights; ``rows``: new rows in place of the run's
-    data; ``remarks``: for the user, on the choice of the checkpoint and the devices."""
+    """All that a rank needs to run forwards, as plain data that is equal on all ranks. ``directory``: the directory of
+    the run. ``averaged``: use averaged weights. ``rows``: new rows, which replace the run's data. ``remarks``: messages
+    for the user about the choice of the checkpoint and the devices."""
 
     config: RunConfig
     plan: Plan
@@ -196,8 +198,8 @@ class ForwardJob:
         *,
         present: Cluster | None = None,
     ) -> ForwardJob:
-        """Choose the checkpoint and plan forwards for the devices at hand. ``present``: the cluster of several nodes,
-        of which this is the first."""
+        """Return the job for ``request``: choose the checkpoint, and plan forwards for the present devices.
+        ``present``: the cluster of all nodes, if there are several; this process is on the first of them."""
         checkpoint, chosen = request.choice.find(run)
         averaged = _averaged(run, checkpoint, request.weights)
         config = request.settings(run)
@@ -215,7 +217,7 @@ class ForwardJob:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return the job as plain data."""
         return {
             "config": configuration.dump(self.config),
             "plan": self.plan.to_dict(),
@@ -242,14 +244,15 @@ class ForwardJob:
         )
 
     def write(self, path: Path) -> None:
-        """Write the job for the ranks of this host, which trust its class paths: only the user may write the file."""
+        """Write the job for the ranks of this host. Only the user may write the file, because the ranks import the
+        class paths in it."""
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(self.to_dict(), file)
 
     @classmethod
     def read(cls, path: Path) -> ForwardJob:
-        """Read the job that :meth:`write` wrote. Raises :class:`ConfigError` for a file that others could write."""
+        """Read a job that :meth:`write` wrote. Raises :class:`ConfigError` for a file that other users could write."""
         try:
             found = path.lstat()
             if found.st_uid != os.getuid() or found.st_mode & 0o077:
@@ -265,14 +268,14 @@ class ForwardJob:
 
     @property
     def read_config(self) -> RunConfig:
-        """The settings to open the rows and build the model with."""
+        """The settings with which the rows are opened and the model is built."""
         return self.config if self.rows is None else self.rows.read_by(self.config)
 
     def build_forward(
         self, chain: Chain, device: torch.device, command: str = "predict"
     ) -> ForwardEngine:
-        """Return the engine of this rank without a loss, with the checkpoint's weights; all ranks call it. Swap files
-        are in the folder of the ``command``."""
+        """Return this rank's engine with the checkpoint's weights and without a loss. All ranks call it. Swap files are
+        in the folder of ``command``."""
         config = self.config
         engine = ForwardEngine.build(
             chain,
@@ -287,7 +290,7 @@ class ForwardJob:
         return engine
 
     def build(self, chain: Chain, loss: Loss, device: torch.device) -> EvaluationEngine:
-        """Return the engine of this rank with the checkpoint's weights; all ranks call it."""
+        """Return this rank's engine with the checkpoint's weights and ``loss``. All ranks call it."""
         config = self.config
         engine = EvaluationEngine.build(
             chain,
@@ -305,13 +308,15 @@ class ForwardJob:
 
 
 def counted(config: RunConfig, planned: Planned) -> RunConfig:
-    """Return the settings with the number of devices that the plan uses; ranks divide the cores by it."""
+    """Return the settings with ``cluster.devices`` set to the number of devices that the plan uses, by which ranks
+    divide the cores."""
     assert isinstance(config.cluster, ClusterConfig)
     return replace(config, cluster=as_planned(config.cluster, config.plan, planned.plan))
 
 
 def _averaged(run: StoredRun, checkpoint: Path, weights: str | None) -> bool:
-    """Return whether to use averaged weights. Raises :class:`ConfigError` if they are requested and not there."""
+    """Return whether to use averaged weights. Raises :class:`ConfigError` if they are requested and the checkpoint has
+    none."""
     if weights == TRAINED:
         return False
     there = bool(CheckpointReader(checkpoint).averages.get("updates"))
@@ -324,7 +329,7 @@ def _averaged(run: StoredRun, checkpoint: Path, weights: str | None) -> bool:
 
 
 def _changed(stored: RunConfig, config: RunConfig) -> tuple[str, ...]:
-    """Return ``key: old -> new`` for each setting that changes the figures."""
+    """Return ``key: old -> new`` for each changed setting that affects the figures."""
     kept = (
         "data.",
         "loss.",
@@ -346,20 +351,22 @@ def held_out_sets(source: Source) -> dict[str, Any]:
 
 
 def stored_run(path: Path, runs: Path, overrides: Sequence[str]) -> StoredRun:
-    """Return the run in the directory ``path``, or of that name in ``runs``. The class paths in its settings must be
-    among the ``overrides``, or known (:mod:`parallax.common.trust`)."""
+    """Return the run in the directory ``path``, or the run of that name in ``runs``. Raises :class:`ConfigError` if its
+    settings contain class paths that the user has typed neither in ``overrides`` nor when the run was made
+    (:mod:`parallax.common.trust`)."""
     directory = path if path.is_dir() else runs / path
     return StoredRun.read(directory, lambda file, found: check_named(file, found, overrides))
 
 
 def output_tensors(results: Any) -> list[tuple[str, Tensor]]:
-    """Return the tensors in a model's return value by name: ``output`` for one, else their keys or numbers."""
+    """Return (name, tensor) for each tensor in a model's return value. A single tensor is called ``output``; others are
+    named by their keys or numbers."""
     found = [(path, part) for path, part in leaves(results) if isinstance(part, Tensor)]
     return [(tensor_name(path, "output"), tensor) for path, tensor in found]
 
 
 def tensor_name(path: tuple[Any, ...], usual: str) -> str:
-    """Return the name of the tensor at ``path`` of nested values; ``usual``: the name of a tensor without a key."""
+    """Return the name of the tensor at ``path`` in nested values. ``usual``: the name if the path is empty."""
     words = [re.sub(r"[^\w.-]", "_", str(key)) for key in path]
     if not words or isinstance(path[0], int):
         words = [usual, *words]

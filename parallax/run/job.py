@@ -80,7 +80,7 @@ def model_factory(config: RunConfig) -> Callable[[], nn.Module]:
 
 
 def sample_inputs(config: RunConfig, rows: int) -> Any:
-    """Return the inputs of the first ``rows`` rows of a batch, or of all its rows if there are fewer."""
+    """Return the inputs of the first ``rows`` rows of a batch, or of the whole batch if it has fewer."""
     if (shapes := config.data.shapes(config.model)) is not None:
         return shapes(rows)[0][0]
     batch = first_batch(config, open_source(config))
@@ -89,7 +89,7 @@ def sample_inputs(config: RunConfig, rows: int) -> Any:
 
 
 def doing(config: RunConfig, what: str) -> str:
-    """Return the name of a phase, with the user's function that it calls."""
+    """Return the name of a phase, with the user's function that is called in it, if any."""
     group = {"building the model": config.model, "fetching rows": config.data}[what]
     key = "model.target" if group is config.model else "data.target"
     target = getattr(group, "target", "")
@@ -97,14 +97,15 @@ def doing(config: RunConfig, what: str) -> str:
 
 
 def built_model(config: RunConfig) -> ModelConfig:
-    """Return the model settings of ``config``. Raises :class:`ConfigError` for a model that is only described by sizes,
-    so that it cannot be built."""
+    """Return the model settings of ``config``. Raises :class:`ConfigError` for a model that is described by sizes
+    alone, and so cannot be built."""
     config.model.check_code()
     return config.model
 
 
 def local_cluster(config: RunConfig) -> ClusterConfig:
-    """Return the cluster settings of ``config``. Raises :class:`ConfigError` if they name a cluster of the catalog."""
+    """Return the cluster settings of ``config``. Raises :class:`ConfigError` if they name a cluster of the catalog,
+    whose machines are not present."""
     if isinstance(config.cluster, CatalogClusterConfig):
         raise ConfigError(
             "cluster=catalog: it is a cluster to plan for; train on this machine with cluster=local"
@@ -113,8 +114,8 @@ def local_cluster(config: RunConfig) -> ClusterConfig:
 
 
 def check_devices(config: RunConfig) -> None:
-    """Raise :class:`ConfigError` if training would run on the CPU although this host has an accelerator that torch
-    cannot use, unless the settings request the CPU."""
+    """Raise :class:`ConfigError` if the run would use the CPU without the user's request, although this host has an
+    accelerator that torch cannot use."""
     if local_cluster(config).kind == AUTO and (found := unusable_device()):
         wrong, remedy = found
         raise ConfigError(
@@ -123,15 +124,16 @@ def check_devices(config: RunConfig) -> None:
 
 
 def device_kind(config: RunConfig) -> str:
-    """Return the kind of device to train on: that of the catalog cluster, or that of this machine."""
+    """Return the kind of device to train on: that of the catalog cluster, if one is configured, or else of this
+    machine."""
     if isinstance(config.cluster, CatalogClusterConfig):
         return config.cluster.kind.name
     return choose_devices(config.cluster).kind
 
 
 def build_loss(config: RunConfig) -> Loss:
-    """Return the loss that the group ``loss`` chooses. For loss=model it is the model's own ``loss(outputs, targets)``,
-    or :func:`usual_loss`."""
+    """Return the loss that ``config`` chooses. For loss=model it is the model's own ``loss(outputs, targets)`` or,
+    without such a method, :func:`usual_loss`."""
     chosen = config.loss.build()
     if chosen is not None:
         check_loss(chosen)
@@ -149,9 +151,9 @@ def build_loss(config: RunConfig) -> Loss:
 
 
 def usual_loss(outputs: Any, targets: Any) -> Tensor:
-    """Return the loss in ``outputs`` if there is one, as in transformers models with labels among their inputs.
-    Otherwise return mean cross-entropy, with class scores in the last dimension of ``outputs`` or of its ``logits``,
-    and class indices in ``targets``."""
+    """Return the loss in ``outputs`` if there is one, as in models of transformers that get labels. Otherwise return
+    the mean cross-entropy: class scores are in the last dimension of ``outputs`` or of its ``logits``, and ``targets``
+    are class indices."""
     own = getattr(outputs, "loss", None)
     if isinstance(own, Tensor):
         return own
@@ -183,7 +185,7 @@ def usual_loss(outputs: Any, targets: Any) -> Tensor:
 
 
 def tokens_per_row(config: RunConfig) -> int:
-    """Return the tokens in a row: the bytes of a row of text, or 1 for rows of the user's source."""
+    """Return the number of tokens in a row; 1 if rows are not tokens."""
     return config.data.tokens_per_row(config.model)
 
 
@@ -193,8 +195,8 @@ def open_source(config: RunConfig, *, quiet: bool = True) -> Source:
 
 
 def with_steps(config: RunConfig) -> RunConfig:
-    """Return the settings with ``trainer.steps`` for their ``trainer.epochs``, if these are set, and with the steps of
-    an epoch for a schedule in epochs."""
+    """Return the settings with ``trainer.epochs``, if set, converted to ``trainer.steps``, and with the steps of an
+    epoch for a schedule in epochs."""
     by_epochs = config.schedule.unit == "epochs"
     if not config.trainer.epochs and not by_epochs:
         return config
@@ -213,8 +215,8 @@ def with_steps(config: RunConfig) -> RunConfig:
 
 
 def first_batch(config: RunConfig, source: Source) -> Rows:
-    """Return a batch to measure and plan with, which the run still trains on. Raises :class:`DataError` if the source
-    has fewer rows than a batch."""
+    """Return a batch for measuring and planning, without consuming rows of the training. Raises :class:`DataError` if
+    the source has fewer rows than a batch."""
     wanted, label = config.trainer.global_batch, config.data.label
     config.data.check_size(source, config.model, wanted)
     sample = getattr(source, "sample", None)
@@ -249,7 +251,7 @@ def first_batch(config: RunConfig, source: Source) -> Rows:
 
 
 def _sampled(config: RunConfig, *, quiet: bool = True) -> Rows:
-    """Return a batch to plan with, checked to have as many targets as inputs."""
+    """Return a batch to plan with. Raises :class:`DataError` if it has not as many targets as inputs."""
     source = open_source(config, quiet=quiet)
     batch = first_batch(config, source)
     wanted = config.trainer.global_batch
@@ -261,7 +263,7 @@ def _sampled(config: RunConfig, *, quiet: bool = True) -> Rows:
 
 
 def _check_inputs(what: str, batch: Rows) -> None:
-    """Raise :class:`DataError` for inputs that are a list of tensors, one for each row."""
+    """Raise :class:`DataError` if the inputs are a list of tensors, one for each row, instead of one tensor."""
     one, two = (flatten(batch.inputs(0, rows))[0] for rows in (1, 2))
     if len(one) != len(two):
         raise DataError(
@@ -284,9 +286,9 @@ def plan_run(
 
     ``scratch``: the folder of swap files. ``profile``: used instead of a measured or derived profile. ``present``: the
     cluster of all nodes of the run, if there are several; this process is on the first of them. ``verified``: the plan
-    will be trained, so the chain is compared with its model, and a batch whose loss depends on its split into
-    micro-batches is refused (:mod:`parallax.run.verified`). ``accept(chain)`` is called before weights are made; it
-    raises for a model that must not be planned.
+    will be trained, so the chain is compared with its model, and a batch is refused if its loss depends on its division
+    into micro-batches (:mod:`parallax.run.verified`). ``accept(chain)`` is called before weights are created, and
+    raises an error for a model that must not be planned.
     """
     task = PlanTask(config.task)
     if isinstance(config.cluster, CatalogClusterConfig):
@@ -385,8 +387,8 @@ def _what_is_planned(
 
 
 def profile_run(config: RunConfig, progress: Callable[[str], None]) -> ModelProfile:
-    """Return the profile of ``config``'s model: measured on this machine, or derived from shapes for its catalog
-    cluster."""
+    """Return the profile of the model of ``config``: measured on this machine or, for a catalog cluster, derived from
+    shapes."""
     if isinstance(config.cluster, CatalogClusterConfig):
         return price(model_work(config, progress), config.cluster.kind)
     check_devices(config)
@@ -410,7 +412,7 @@ def profile_run(config: RunConfig, progress: Callable[[str], None]) -> ModelProf
 
 
 def remember_run_profile(profile: ModelProfile, config: RunConfig) -> Path:
-    """Cache ``profile`` for the next plan of ``config`` on this machine; return the file."""
+    """Cache ``profile`` for the next plan of ``config`` on this machine; return the cache file."""
     return remember_profile(
         profile,
         build_chain(config),
@@ -466,8 +468,8 @@ def read_profile(config: RunConfig, path: Path) -> ModelProfile:
 
 
 def _shapes(config: RunConfig, chain: Chain) -> Sample:
-    """Return a function that gives n rows as inputs and targets: meta tensors if their shapes are known, else rows of
-    the data source."""
+    """Return a function that returns inputs and targets of n rows. They are meta tensors if the shapes of rows are
+    known, or else rows of the data source."""
     if (shapes := config.data.shapes(config.model)) is not None:
         return shapes
     batch = _sampled(config)

@@ -1,4 +1,4 @@
-"""The present cluster: the devices of each node of a run, and the links between nodes.
+"""Join the nodes of a run to one cluster: the devices of each node, and the links between nodes.
 
 ::
 
@@ -47,21 +47,21 @@ from parallax.plan.cluster import Cluster, Device, Link, Node, with_buckets
 from parallax.swap.config import SwapConfig
 
 Kind = tuple[str, ...]
-"""What must be equal for what was measured on one device to hold on another."""
+"""The properties of a device. Measurements on one device hold for all devices with equal properties."""
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The cluster of all nodes. ``kinds``: the kind of each node's devices. ``device_bytes``: the memory of a device of
-    each node; for nodes with the same kind of devices, the cluster has the smallest."""
+    """The cluster of all nodes. ``kinds``: the kind of each node's devices. ``device_bytes``: the memory of one device
+    of each node. In ``cluster``, nodes with the same kind of devices all have the smallest memory among them."""
 
     cluster: Cluster
     kinds: tuple[Kind, ...]
     device_bytes: tuple[int, ...]
 
     def at_speeds(self, seconds: Sequence[float]) -> Joined:
-        """Return the cluster with device speeds relative to the first node. ``seconds``: the seconds of each node for
-        the same work."""
+        """Return the cluster with device speeds relative to the first node. ``seconds``: the time that each node needs
+        for the same work."""
         nodes = tuple(
             replace(
                 node,
@@ -86,8 +86,8 @@ def node_devices(config: ClusterConfig, nodes: Nodes) -> DeviceChoice:
 
 
 def share_devices(config: ClusterConfig, nodes: Nodes, *, select: bool) -> None:
-    """Exchange the devices of all ranks, so that this process can plan for them; called by every rank of torch's world.
-    ``select``: first select this rank's device, whose index is the rank's index on its host."""
+    """Exchange the devices of all ranks, so that this process can plan for them. Every rank of torch's default group
+    calls it. ``select``: first select this rank's device, by the rank's index on its host."""
     kind, local_rank = chosen_kind(config), os.environ.get("LOCAL_RANK")
 
     def own() -> OwnDevice | None:
@@ -126,8 +126,8 @@ def measured_cluster(
 def join_nodes(
     config: ClusterConfig, swap: SwapConfig, nodes: Nodes, scratch: Path | None
 ) -> Joined:
-    """Return the cluster of all nodes; called by every rank of torch's world. ``scratch``: the folder of swap files.
-    Nodes with the same kind of devices all count as the weakest of them, so that a plan fits on each.
+    """Return the cluster of all nodes. Every rank of torch's default group calls it. ``scratch``: the folder of swap
+    files. Nodes with the same kind of devices all count as the weakest of them, so that a plan fits on each.
 
     Raises :class:`~parallax.errors.UnfitHostError` if a setting requests more than some nodes have.
     """
@@ -176,8 +176,8 @@ def _kind(choice: DeviceChoice) -> Kind:
 
 
 def _weakest(index: int, offers: Sequence[_Offer]) -> Node:
-    """Return the node that offer ``index`` describes, with each capacity reduced to the minimum among all nodes of its
-    kind."""
+    """Return the node of offer ``index``, with each capacity and speed reduced to the minimum over all nodes with the
+    same kind of devices."""
     node = offers[index].cluster.nodes[0]
     alike = [each.cluster.nodes[0] for each in offers if each.kind == offers[index].kind]
     devices = [device for each in alike for device in each.devices]

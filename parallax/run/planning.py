@@ -1,4 +1,4 @@
-"""Plan a model for this machine, on whose devices its blocks are measured, or for machines of the catalog."""
+"""Plan a model: for this machine, where its blocks are measured, or for machines of the catalog."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ Loss = Callable[[Any, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan with its inputs. ``remarks``: messages to the user about the devices. ``groups``: the parameter groups of
-    the optimizer; none for a plan without the model."""
+    """A plan with its inputs. ``remarks``: messages for the user about the devices. ``groups``: the optimizer's
+    parameter groups; empty if the plan was made without the model."""
 
     plan: Plan
     forecast: Forecast
@@ -81,7 +81,7 @@ def settle(choice: DeviceChoice) -> None:
 
 
 def settled(cluster: ClusterConfig, plan: PlanConfig) -> DeviceChoice:
-    """Configure this process like a rank of a run (:func:`settle`), and return the devices for ``plan``."""
+    """Configure this process like a rank (:func:`settle`), and return the devices that ``plan`` may use."""
     count = _given(cluster, plan)
     return _settled(cluster, min(count, plan.ranks or count))
 
@@ -95,7 +95,8 @@ def _settled(cluster: ClusterConfig, count: int) -> DeviceChoice:
 
 
 def _given(cluster: ClusterConfig, plan: PlanConfig) -> int:
-    """Return the number of devices that a plan may use; on this machine at least the number that ``plan`` requests."""
+    """Return the number of devices that a plan may use. On this machine it is at least the number that ``plan``
+    requests."""
     alone = [each for each in (plan.stages, plan.replicas) if isinstance(each, int)]
     return choose_devices(cluster, at_least=plan.ranks or max([1, *alone])).count
 
@@ -122,10 +123,10 @@ def plan_model(
 ) -> Planned:
     """Measure ``chain`` on this machine and return the best plan of ``task`` for global batches like ``batch``.
 
-    ``optimizer``: its settings, or a function from parameter groups to an optimizer of torch. ``averages``: keep
-    averaged weights. ``gather_loss``: compute one loss over all rows of a batch, as contrastive losses need.
-    ``profile`` replaces the measurement. ``present``: the cluster of all nodes of the run, if there are several; this
-    process is on the first of them. ``scratch``: the folder of swap files. Raises
+    ``optimizer``: settings, or a function that takes parameter groups and returns a torch optimizer. ``averages``:
+    reserve memory for averaged weights. ``gather_loss``: compute the loss once over all rows of a batch, as contrastive
+    losses need. ``profile`` replaces the measurement. ``present``: the cluster of all nodes of the run, if there are
+    several; this process is on the first of them. ``scratch``: the folder of swap files. Raises
     :class:`~parallax.errors.InfeasiblePlan` if no plan fits.
     """
     cluster, swap, plan = cluster or ClusterConfig(), swap or SwapConfig(), plan or PlanConfig()
@@ -175,7 +176,8 @@ def _stepped(
     *,
     averages: bool,
 ) -> tuple[ModelProfile, tuple[GroupSummary, ...]]:
-    """Return the profile with the costs of the optimizer, and its parameter groups, if the task trains."""
+    """Return the profile with the costs of the optimizer, and the optimizer's parameter groups. If the task does not
+    train, return the profile unchanged and no groups."""
     if not task.trains:
         return profile, ()
     config = AdamWConfig() if optimizer is None else as_config(optimizer)
@@ -185,8 +187,8 @@ def _stepped(
 
 
 def as_planned(cluster: ClusterConfig, requested: PlanConfig, plan: Plan) -> ClusterConfig:
-    """Return the settings of ``cluster`` for the ranks of ``plan``: as many devices as it uses. On a CPU each has as
-    many threads as were measured, even if the planner found that fewer devices are as fast."""
+    """Return the settings of ``cluster`` for the ranks of ``plan``: as many devices as it uses. On a CPU, each device
+    keeps the number of threads with which it was measured, even if the plan uses fewer devices."""
     counted = dataclasses.replace(cluster, devices=plan.world_size)
     if requested.ranks is not None or cluster.threads != AUTO or chosen_kind(cluster) != "cpu":
         return counted
@@ -198,7 +200,7 @@ def as_planned(cluster: ClusterConfig, requested: PlanConfig, plan: Plan) -> Clu
 
 
 def _unused(given: int, used: int) -> str:
-    """Return a message about the devices that the plan leaves unused; empty if it uses all."""
+    """Return a message about devices that the plan does not use; empty if it uses all."""
     if used == given:
         return ""
     return (
@@ -223,8 +225,8 @@ def check_model(
     gather_loss: bool,
     present: Cluster | None = None,
 ) -> int:
-    """Return how many devices a plan of ``chain`` for ``rows`` rows may use. Raises before any measurement if no plan
-    can satisfy the settings; see :func:`~parallax.plan.search.contradiction.check_question`."""
+    """Return how many devices a plan of ``chain`` for ``rows`` rows may use. If no plan can satisfy the settings, raise
+    an error before anything is measured; see :func:`~parallax.plan.search.contradiction.check_question`."""
     return check_question(
         Question(
             config=plan,
@@ -254,7 +256,7 @@ def measure_model(
     progress: Callable[[str], None] = lambda text: None,
 ) -> ModelProfile:
     """Return the profile of ``chain``, measured on the devices of ``choice`` with the first rows of ``batch``.
-    ``gather_loss``: measure one loss over all rows of the batch. ``scratch``: the folder of swap files."""
+    ``gather_loss``: measure the loss once over all rows of the batch. ``scratch``: the folder of swap files."""
     conditions = _conditions(chain, batch, choice, precision, swap, gather_loss, scratch)
     return measure(chain, loss, **conditions, name=name, progress=progress)
 
@@ -287,7 +289,7 @@ def _conditions(
     gather_loss: bool,
     scratch: Path | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments of :func:`~parallax.model.profiling.measure.measure` besides model and loss."""
+    """Return the keyword arguments of :func:`~parallax.model.profiling.measure.measure`, except model and loss."""
 
     def sample(count: int) -> tuple[tuple[Tensor, ...], Tensor]:
         return chain.arguments(batch.inputs(0, count)), batch.targets(0, count)
@@ -322,8 +324,8 @@ def plan_catalog(
     task: PlanTask = PlanTask.TRAINING,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Planned:
-    """Search a plan of a model for machines that are not available. ``dtype``: the number format of the model's matrix
-    products. Schedules and tiers that the runtime does not implement are searched too."""
+    """Search a plan for machines that are not present. ``dtype``: the number format of the model's matrix products. The
+    search includes schedules and tiers that the runtime does not implement."""
     gathers = gather_loss and task is not PlanTask.INFERENCE
     parameters = sum(block.parameters for block in profile.blocks)
     weight_bytes = (
@@ -364,7 +366,8 @@ def plan_together(
     chain: Chain, loss: Loss, batch: Rows, *, cluster: ClusterConfig | None = None, **options: Any
 ) -> Plan:
     """Return the same plan on all ranks of an initialised torch.distributed, on one node or several. Rank 0 plans for
-    as many devices as there are ranks, and sends the plan or its error. Options are those of :func:`plan_model`."""
+    as many devices as there are ranks, and sends the plan or its error to the others. Options are those of
+    :func:`plan_model`."""
     sized = dataclasses.replace(cluster or ClusterConfig(), devices=dist.get_world_size())
     nodes = Nodes.gather()
     share_devices(sized, nodes, select=False)

@@ -1,12 +1,13 @@
-"""Apply a run's model to new rows in one rank: outputs in the order of the rows, written by rank 0.
+"""One rank's part of a prediction, which applies a run's model to new rows. Rank 0 writes the outputs in the order of
+the rows.
 
 ::
 
     a batch ──> forward on all ranks ──> last stages: tensors of their rows ──> rank 0: part files ──> one file
 
-Rank 0 writes finished batches as part files beside the output, each whole or not at all, and joins them at the end. A
-prediction that was killed continues after the last part. Where parts end depends only on the rows and the size of their
-outputs, so the joined file does not depend on interruptions.
+Rank 0 writes finished batches as part files beside the output, each completely or not at all, and joins them at the
+end. A prediction that was killed continues after the last part. The division into parts depends only on the rows and
+the size of their outputs, so the joined file does not depend on interruptions.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ _TAG = 2**20  # of messages with outputs: no route between stages has it
 
 @dataclass(frozen=True)
 class PredictedRun:
-    """What a prediction has done: rows written and skipped in all, rows computed by this process, and its seconds."""
+    """The result of a prediction: the rows written and skipped in total, the rows computed by this process, and its
+    seconds."""
 
     rows: int
     skipped: int
@@ -52,7 +54,7 @@ class PredictedRun:
 
 
 class _NotingRows(RowsOf):
-    """Notes the bad rows among the inputs that this rank has read."""
+    """A batch that records the bad rows among the inputs that this rank reads."""
 
     def __init__(self, batch: Rows) -> None:
         super().__init__(batch)
@@ -96,8 +98,9 @@ def predict(
 
 
 def _tensors(results: Any, top: int) -> Named:
-    """Return the tensors in a model's return value by name, in memory of the host: ``output`` for one, else their keys
-    or numbers. With ``top``, return the ``top`` classes and their softmax scores instead."""
+    """Return name → tensor in host memory, for the tensors in a model's return value. A single tensor is called
+    ``output``; others are named by their keys or numbers. With ``top``, return instead the ``top`` best classes and
+    their softmax scores."""
     if top:
         return _top(scores_of(results), top)
     found = [each for each in output_tensors(results) if each[1].ndim]  # a loss has no rows
@@ -121,7 +124,7 @@ def _top(scores: Any, top: int) -> Named:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """Return the tensor in memory of the host; bfloat16, which numpy lacks, as float32."""
+    """Return the tensor in host memory. bfloat16, which numpy lacks, becomes float32."""
     found = tensor.detach()
     return (found.float() if found.dtype == torch.bfloat16 else found).cpu().contiguous()
 
@@ -132,8 +135,8 @@ _Head = list[tuple[int, list[tuple[str, tuple[int, ...], torch.dtype]]]]
 def _collected(
     mesh: Mesh, mine: list[tuple[int, Named]], bad: dict[int, str]
 ) -> tuple[list[tuple[int, Named]], dict[int, str]]:
-    """Return the parts of all ranks and their bad rows; on ranks above 0, only the own parts. Tensors travel from the
-    ranks of the last stage to rank 0 alone."""
+    """Return the outputs and the bad rows of all ranks on rank 0; other ranks get only their own. Only ranks of the
+    last stage send tensors."""
     if mesh.world is None:
         return mine, bad
     head: _Head = [(at, [(n, tuple(t.shape), t.dtype) for n, t in named]) for at, named in mine]
@@ -160,7 +163,7 @@ def _received(mesh: Mesh, rank: int, head: _Head) -> Iterator[tuple[int, Named]]
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return a view of the tensor as bytes, which every backend sends."""
+    """Return a view of the tensor as bytes, which every backend can send."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
@@ -171,7 +174,7 @@ def _batch_of(
     parts: list[tuple[int, Named]],
     bad: dict[int, str],
 ) -> PredictedRows:
-    """Return the outputs of the rows [start, start + count) in order, without those of bad rows."""
+    """Return the outputs of the rows [start, start + count) in order. Bad rows are left out."""
     parts = sorted(parts, key=lambda part: part[0])
     columns: dict[str, NDArray[Any]] = {}
     for same in zip(*(named for _, named in parts), strict=True):

@@ -1,4 +1,4 @@
-"""The file of a prediction: parts of finished rows beside it, joined at the end.
+"""The output file of a prediction. Finished rows are written as parts beside it, and joined at the end.
 
 ::
 
@@ -36,9 +36,9 @@ _SKIPPED = ".skipped.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedRows:
-    """Outputs up to row ``end``. ``rows``: their numbers; ``names``: their files, if they have any; ``lengths``:
-    without padding, if known, where ``padded`` is that with padding; ``bad``: number and reason of each row that is
-    left out, with ``bad_names``."""
+    """The outputs of consecutive rows before row ``end``. ``rows``: the numbers of the rows. ``names``: the files of
+    the rows, if they have any. ``lengths``: the lengths of the rows without padding, if known. ``padded``: their length
+    with padding. ``bad``: number and reason of each row that is left out. ``bad_names``: the files of these rows."""
 
     end: int
     rows: Array
@@ -55,11 +55,11 @@ class PredictedRows:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of a row of each column."""
+        """Column → the shape of a row."""
         return {name: values.shape[1:] for name, values in self.columns.items()}
 
     def trimmed(self, name: str) -> list[Array] | None:
-        """Return the rows of a column without padding; None for a column that has the same length in all rows."""
+        """Return the rows of column ``name`` without padding; None if the column has the same length in all rows."""
         values = self.columns[name]
         # A matrix of as many classes as a row has tokens is none of tokens.
         if self.lengths is None or values.ndim < 3 or values.shape[1] != self.padded:
@@ -68,7 +68,7 @@ class PredictedRows:
 
 
 def joined_rows(parts: Sequence[PredictedRows]) -> PredictedRows:
-    """Return consecutive parts as one."""
+    """Return consecutive parts, joined to one."""
     names = [part.names or [] for part in parts]
     lengths = [part.lengths for part in parts if part.lengths is not None]
     bad_names = [name for part in parts for name in part.bad_names or []]
@@ -91,8 +91,7 @@ def joined_rows(parts: Sequence[PredictedRows]) -> PredictedRows:
 
 
 class OutputFormat(ABC):
-    """A format of the output. Parts are files of the same format. ``one_shape``: whether all rows need the same
-    shape."""
+    """A file format for outputs and their parts. ``one_shape``: whether all rows must have the same shape."""
 
     one_shape = True
 
@@ -102,7 +101,7 @@ class OutputFormat(ABC):
 
     @abstractmethod
     def join(self, file: BinaryIO, parts: Sequence[Path]) -> None:
-        """Write the rows of ``parts``."""
+        """Write the rows of all ``parts``, in order."""
 
 
 class NpyFormat(OutputFormat):
@@ -134,7 +133,7 @@ class NpyFormat(OutputFormat):
 
 
 class JsonLinesFormat(OutputFormat):
-    """A JSON object for each row: row, file and the outputs; null for NaN and infinity."""
+    """A JSON object for each row, with its number, its file and the outputs. NaN and infinity become null."""
 
     one_shape = False
 
@@ -153,7 +152,8 @@ class JsonLinesFormat(OutputFormat):
 
 
 class ParquetFormat(OutputFormat):
-    """Columns row, file and the outputs, of numbers or nested lists. Each part is a row group."""
+    """Columns for the row, its file and the outputs, which are numbers or nested lists. Each part becomes a row
+    group."""
 
     def __init__(self) -> None:
         try:
@@ -179,7 +179,7 @@ class ParquetFormat(OutputFormat):
         arrow.parquet.write_table(arrow.table(columns), file)
 
     def _nested(self, values: Array) -> Any:
-        """Return an array of any dimensions as lists of fixed size."""
+        """Return an array of any number of dimensions as nested lists of fixed size."""
         found = self._arrow.array(np.ascontiguousarray(values).reshape(-1))
         for size in reversed(values.shape[1:]):
             found = self._arrow.FixedSizeListArray.from_arrays(found, size)
@@ -224,9 +224,9 @@ def _concatenate(file: IO[bytes], parts: Iterable[Path]) -> None:
 
 @dataclass
 class Outputs:
-    """The output file ``path`` of a prediction. ``top``: how many of the best classes to write; 0: all outputs.
-    ``bad``: stop or skip at bad rows. ``request``: options and settings of the command; a prediction resumes only if
-    they are equal."""
+    """The output file ``path`` of a prediction. ``top``: how many of the best classes to write; 0 writes all outputs.
+    ``bad``: stop or skip at bad rows. ``request``: the options and settings of the command; only a prediction with
+    equal ones is resumed."""
 
     path: Path
     top: int
@@ -255,12 +255,13 @@ class Outputs:
 
     @property
     def folder(self) -> Path:
-        """The folder of the parts."""
+        """The folder that holds the parts."""
         return self.path.with_name(f"{self.path.name}.parts")
 
     def prepared(self, plan: Callable[[], ForwardJob]) -> ForwardJob:
-        """Return the job of an interrupted prediction of the same request, or else a new one, which ``plan`` returns,
-        and remember it. Raises :class:`ConfigError` for one of another request, unless ``force`` is set."""
+        """Return the job of an interrupted prediction with the same request. If there is none, return the result of
+        ``plan()``, a new job, and store it. Raises :class:`ConfigError` for parts of another request, unless ``force``
+        is set."""
         job, request = self.folder / "job.json", self.folder / "request.json"
         if job.exists() and request.exists():
             stored = self._stored_request()
@@ -280,7 +281,8 @@ class Outputs:
         return found
 
     def _resumed(self, found: ForwardJob, file: Path) -> ForwardJob:
-        """Return the stored job, which from now on stops at bad rows, or skips them, as this command says."""
+        """Return the stored job ``found`` with this command's reaction to bad rows, which replaces the earlier one in
+        ``file``."""
         if found.rows is None or found.rows.bad == self.bad:
             return found
         found = replace(found, rows=replace(found.rows, bad=self.bad))
@@ -289,8 +291,8 @@ class Outputs:
         return found
 
     def begin(self, fingerprint: str) -> int:
-        """Return the first row that no part has. Raises :class:`DataError` if rows have changed since the parts were
-        written."""
+        """Return the number of the first row that is in no part. Raises :class:`DataError` if the rows have changed
+        since the parts were written."""
         stored = self._stored_request()
         if stored.get("rows", fingerprint) != fingerprint:
             raise DataError(
@@ -303,7 +305,7 @@ class Outputs:
         return self._first
 
     def add(self, rows: PredictedRows) -> None:
-        """Append rows; write a part when there are enough."""
+        """Append rows. A part is written when there are enough of them."""
         if self._pending and rows.shapes != self._shapes:
             self._write_part()
         if self._shapes and rows.shapes != self._shapes and self._format.one_shape:
@@ -318,7 +320,7 @@ class Outputs:
             self._write_part()
 
     def finish(self) -> tuple[int, int]:
-        """Join the parts; return how many rows were written and skipped."""
+        """Join the parts; return the numbers of rows written and skipped."""
         if self._pending:
             self._write_part()
         parts = self._parts()

@@ -1,4 +1,5 @@
-"""Check that each host has the memory and disk that a prepared run needs, by its plan, profile and checkpoints."""
+"""Check that each host has the memory and disk space that a prepared run needs, according to its plan, profile and
+checkpoints."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ def check_start(run: PreparedRun) -> None:
 
 
 def check_start_together(run: PreparedRun, nodes: Nodes) -> None:
-    """Check that each node has enough memory and disk for its own ranks; called by every rank of torch's world. Raises
-    :class:`~parallax.errors.UnfitHostError` if some hosts have too little and others do not."""
+    """Check that each node has enough memory and disk for its own ranks. Every rank of torch's default group calls it.
+    Raises :class:`~parallax.errors.UnfitHostError` if some hosts have too little and others do not."""
     mine = [rank for rank, host in enumerate(nodes.hosts) if host == nodes.hosts[nodes.rank]]
     where = f"node {printable(nodes.name(nodes.rank))}"
 
@@ -49,8 +50,8 @@ def check_start_together(run: PreparedRun, nodes: Nodes) -> None:
 
 
 def check_versions(nodes: Nodes) -> None:
-    """Raise :class:`~parallax.errors.UnfitHostError` if ranks differ in their versions of Python, torch, numpy or
-    Parallax: a run's numbers and files depend on these. Every rank of torch's world calls it."""
+    """Raise :class:`~parallax.errors.UnfitHostError` if ranks have different versions of Python, torch, numpy or
+    Parallax, on which a run's numbers and files depend. Every rank of torch's default group calls it."""
     first = Elastic.gather(nodes).measure(nodes)
     found = all_gather_result(versions)
     why: dict[str, str] = {}
@@ -105,7 +106,7 @@ def host_needs(run: PreparedRun, ranks: Sequence[int]) -> HostNeeds:
 
 
 def offloaded_bytes(plan: Plan, rank: int) -> int:
-    """Return the bytes that a rank is predicted to hold in the offload tier."""
+    """Return the bytes in the offload tier that are predicted for ``rank``."""
     stages = [plan.stages[index] for index in plan.stages_of(plan.coordinate(rank).pipeline_rank)]
     given = sum(each.tier_bytes + each.state_bytes + each.streamed_bytes for each in stages)
     return min(given, plan.prediction.ranks[rank].tier_peak_bytes)
@@ -127,8 +128,9 @@ def _swap_files(run: PreparedRun, ranks: Sequence[int]) -> list[FolderNeeds]:
 
 
 def _checkpoints(run: PreparedRun, ranks: Sequence[int]) -> list[FolderNeeds]:
-    """Return the disk space for the kept checkpoints and the one being written, less the existing files that will be
-    deleted. On several hosts only the parts of ``ranks`` count. Empty if the size of a checkpoint is unknown."""
+    """Return the disk space for the checkpoints to keep and one that is being written, less the existing files that
+    will be deleted. If there are several hosts, only the files of ``ranks`` count. Empty if the size of a checkpoint is
+    unknown."""
     folder = run.config.checkpoint.folder(run.directory, run.config.name)
     profile, there = _profile(run.directory), list_checkpoints(folder)
     pipeline_ranks = {run.plan.coordinate(rank).pipeline_rank for rank in ranks}
@@ -164,8 +166,8 @@ def _saves_to_come(run: PreparedRun, there: Sequence[Path]) -> int:
 
 
 def checkpoint_bytes(profile: ModelProfile) -> int:
-    """Return the bytes of one checkpoint: trained parameters, optimizer states and full-precision copies. Frozen
-    parameters may be left out of checkpoints and are not counted."""
+    """Return the bytes of one checkpoint: trained parameters, optimizer states and master weights. Frozen parameters
+    are not counted, because checkpoints may leave them out."""
     trained = profile.unique_trained_bytes(range(len(profile.blocks)))
     return round((1 + profile.optimizer_bytes + profile.master_bytes) * trained)
 

@@ -41,7 +41,7 @@ _PREPARING = ".preparing-"
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A prepared run directory: the resolved configuration and the plan that every rank reads."""
+    """A run directory that is ready for the ranks, with the settings and the plan that every rank reads."""
 
     directory: Path
     config: RunConfig
@@ -49,14 +49,14 @@ class PreparedRun:
 
     @classmethod
     def read(cls, directory: Path, trusts: Trusts = lambda file, found: None) -> PreparedRun:
-        """Read the directory that :func:`prepare` wrote. ``trusts(file, class_paths)`` raises if the class paths in a
-        file must not be imported."""
+        """Read a directory that :func:`prepare` has written. ``trusts(file, class_paths)`` raises an error if the class
+        paths in a file must not be imported."""
         config = StoredRun.read(directory, trusts).config
         plan = Plan.load(directory / "plan.yaml")
         return cls(directory, _counted(config, plan), plan)
 
     def fingerprints(self) -> tuple[str, str]:
-        """Return the hashes of configuration and plan, which ranks compare at their first barrier."""
+        """Return the hashes of settings and plan, which ranks compare at their first barrier."""
         return configuration.fingerprint(self.config), self.plan.hash()
 
 
@@ -67,8 +67,9 @@ def prepare(
     present: Cluster | None = None,
     patience_seconds: float = 0.0,
 ) -> PreparedRun:
-    """Compose the settings, plan, and write the run directory, which stays locked until ``held`` is closed. An existing
-    directory resumes from its last checkpoint, under any plan, with its stored settings changed by the overrides.
+    """Compose the settings, plan, and write the run directory, which stays locked until ``held`` is closed. If the
+    directory exists, the run resumes from its last checkpoint, under any plan, with its stored settings changed by
+    ``overrides``.
 
     ``present``: the cluster of all nodes of the run, if there are several; this process is on the first of them.
     ``patience_seconds``: how long to wait if another process has locked the directory.
@@ -128,8 +129,7 @@ def _check_trains(config: RunConfig) -> None:
 
 
 def check_name(name: str) -> None:
-    """Raise :class:`ConfigError` for a run name that is the folder of a sweep, or that is inside a folder other than a
-    sweep's."""
+    """Raise :class:`ConfigError` if ``name`` is the folder of a sweep, or is inside a folder that is not a sweep's."""
     parent, _, point = name.rpartition("/")
     if parent and not (RUNS / parent / SWEEP).is_file():
         raise ConfigError(
@@ -149,8 +149,8 @@ def free_name() -> str:
 
 
 def _counted(config: RunConfig, plan: Plan) -> RunConfig:
-    """Return the settings with ``cluster.devices`` set to the number of devices that the plan uses. Ranks divide the
-    cores by this number."""
+    """Return the settings with ``cluster.devices`` set to the number of devices that the plan uses, by which ranks
+    divide the cores."""
     cluster = config.cluster
     return (
         replace(config, cluster=as_planned(cluster, config.plan, plan))
@@ -160,7 +160,7 @@ def _counted(config: RunConfig, plan: Plan) -> RunConfig:
 
 
 def write_run(directory: Path, config: RunConfig, planned: Planned) -> None:
-    """Write the files that ranks, ``simulate`` and ``calibrate`` read; if one cannot be written, write none."""
+    """Write the files that ranks, ``simulate`` and ``calibrate`` read. If one cannot be written, none is."""
 
     def fill(folder: Path) -> None:
         (folder / STORED).write_text(configuration.dump(config), encoding="utf-8")
@@ -174,7 +174,7 @@ def write_run(directory: Path, config: RunConfig, planned: Planned) -> None:
 
 
 def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Write ``files``, the result of :func:`run_files` on rank 0, on a node that does not see rank 0's directory."""
+    """Write ``files``, which :func:`run_files` returned on rank 0, on a node that does not see rank 0's directory."""
 
     def fill(folder: Path) -> None:
         for name, content in files.items():
@@ -184,8 +184,8 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _place(directory: Path, fill: Callable[[Path], None]) -> None:
-    """Let ``fill`` write into a temporary folder, then move its files into ``directory``. Files of another plan are
-    archived first."""
+    """Call ``fill`` with a temporary folder, and move the files that it writes into ``directory``. Files of another
+    plan are archived first."""
     try:
         for left in directory.glob(f"{_PREPARING}*"):
             shutil.rmtree(left)  # left by a process that was killed
@@ -211,8 +211,8 @@ def run_files(directory: Path) -> dict[str, bytes]:
 
 
 def _set_aside(directory: Path, plan: Plan) -> None:
-    """Archive an old plan and its measurements in a folder of their own if a run resumes under another plan: a file
-    with spans of two plans could not be read."""
+    """If a run resumes under another plan, move the old plan and its measurements into a separate folder, because files
+    with spans (times of actions) of two plans could not be read."""
     try:
         old = Plan.load(directory / "plan.yaml")
     except PlanError:

@@ -1,8 +1,8 @@
-"""Resume a run: with its stored settings, changed by the overrides as far as its checkpoint allows.
+"""Resume a run with its stored settings, changed by the overrides as far as its checkpoint allows.
 
-The directory of a run keeps its settings, so its name is enough to resume it. Overrides are applied on top. Settings
-that a checkpoint depends on cannot be changed, since that would train another model under the old name; they are
-refused, key by key, before anything is measured or written.
+The directory of a run holds its settings, so its name is enough to resume it. Overrides are applied to the stored
+settings. Settings that a checkpoint depends on cannot be changed, since that would train another model under the old
+name. Such changes are refused, key by key, before anything is measured or written.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class StoredRun:
 
     @classmethod
     def read(cls, directory: Path, trusts: Trusts = lambda file, found: None) -> StoredRun:
-        """Read the stored settings. ``trusts(file, class_paths)`` raises if the class paths in the file must not be
-        imported."""
+        """Read the stored settings. ``trusts(file, class_paths)`` raises an error if the class paths in the file must
+        not be imported."""
         text = read_stored(directory)
         trusts(directory / STORED, class_paths(text))
         return cls(directory, load_stored(directory / STORED, text))
@@ -55,8 +55,8 @@ class Settings:
 
 
 def settings(overrides: Sequence[str], runs: Path) -> Settings:
-    """Return the settings that ``overrides`` give. They change the stored settings of the run in ``runs`` that they
-    name. If there is no such run, or with ``trainer.resume=never``, they change the defaults."""
+    """Return the settings that ``overrides`` define. If they name a run in ``runs``, they change its stored settings.
+    If there is no such run, or with ``trainer.resume=never``, they change the defaults."""
     name = configuration.override_value(overrides, "name")
     if (
         name == "auto"
@@ -82,8 +82,8 @@ def settings(overrides: Sequence[str], runs: Path) -> Settings:
 
 
 def _without_other_length(stored: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """Return the stored settings without the length of the run that ``overrides`` replace: without the stored epochs if
-    only steps are set, and without the stored steps if the length is given in epochs, because those steps depend on
+    """Return the stored settings without a length of the run that ``overrides`` replace. If only steps are set, the
+    stored epochs are removed. If the length is given in epochs, the stored steps are removed, because they depend on
     other settings, such as the batch."""
     steps, epochs = (
         configuration.override_value(overrides, f"trainer.{key}") for key in ("steps", "epochs")
@@ -96,8 +96,8 @@ def _without_other_length(stored: RunConfig, overrides: Sequence[str]) -> RunCon
 
 
 def _rate_change(directory: Path, stored: RunConfig, config: RunConfig) -> str:
-    """Return a text that tells how the learning rate of the next step differs from the old schedule; empty if it does
-    not."""
+    """Return a text that compares the learning rate of the next step with that of the stored schedule; empty if they
+    are equal."""
     found = list_checkpoints(config.checkpoint.folder(directory, config.name))
     done = (step_of(found[-1]) or 0) if found else 0
     before, after = stored.trainer.steps, config.trainer.steps
@@ -129,7 +129,7 @@ def read_stored(directory: Path) -> str:
 
 
 def load_stored(file: Path, text: str) -> RunConfig:
-    """Load stored settings from ``file``, whose class paths the user trusts."""
+    """Return the stored settings from their ``text``. The user must trust the class paths in ``file``."""
     try:
         return configuration.load(text)
     except ConfigError as error:
@@ -140,8 +140,8 @@ def load_stored(file: Path, text: str) -> RunConfig:
 
 
 def check_resumable(directory: Path, stored: RunConfig, config: RunConfig) -> None:
-    """Raise :class:`ConfigError`, with every key and both values, if the run's checkpoint was made with other
-    settings."""
+    """Raise :class:`ConfigError`, with each key and both values, if the run's checkpoint cannot be used with the
+    settings ``config``."""
     found = list_checkpoints(config.checkpoint.folder(directory, config.name))
     if not found:
         return
@@ -156,8 +156,8 @@ def check_resumable(directory: Path, stored: RunConfig, config: RunConfig) -> No
 
 def check_model_of(folder: Path, chain: Chain) -> None:
     """Raise :class:`CheckpointError`, with names, if the last checkpoint in ``folder`` is of another model than
-    ``chain``: the code behind the settings may have changed. ``chain`` has no weights yet. A damaged checkpoint is
-    ignored here; it is reported on loading, which then uses an older one."""
+    ``chain``, because code may have changed although the settings are equal. ``chain`` has no weights yet. A damaged
+    checkpoint is ignored here. It is reported on loading, which then uses an older one."""
     for path in list_checkpoints(folder)[-1:]:
         with contextlib.suppress(CheckpointError):
             reader = CheckpointReader(path)

@@ -1,4 +1,5 @@
-"""The costs of a run's optimizer: the profile is measured with AdamW and converted to it."""
+"""The costs of a run's optimizer. The profile is measured with AdamW, and then converted to the optimizer of the
+run."""
 
 from __future__ import annotations
 
@@ -34,14 +35,14 @@ def stepped_by(
     *,
     averages: bool = False,
 ) -> _Costs:
-    """Return ``costs``, which were measured with AdamW and its two states per weight, converted to ``optimizer``, which
-    may also keep ``averages`` of the weights. Raises :class:`~parallax.errors.ConfigError` for an optimizer that no
-    plan can step.
+    """Return ``costs``, measured with AdamW and its two states per weight, converted to ``optimizer``. ``averages``:
+    the optimizer also averages the weights. Raises :class:`~parallax.errors.ConfigError` for an optimizer that no plan
+    can step.
 
-    The bytes of states are those of the block of ``chain`` with the most state bytes per byte of parameters; without a
-    chain, those of a large matrix or embedding. The seconds of an elementwise step follow from its memory traffic: it
-    reads weight, gradient and states, and writes weight and states. Any other step is timed on ``device`` against
-    AdamW's, over parameters of the chain.
+    The bytes of states per byte of parameters are those of the block of ``chain`` with the highest ratio; without a
+    chain, those of a large matrix or embedding. The seconds of an elementwise step are computed from its memory
+    traffic: it reads weight, gradient and states, and writes weight and states. Any other step is timed on ``device``,
+    relative to AdamW's, on parameters of the chain.
     """
     if chain is None:
         matrix = nn.Parameter(torch.empty(4096, 4096, device="meta"))
@@ -74,7 +75,8 @@ def _blocks(chain: Chain) -> Iterator[dict[str, Tensor]]:
 
 
 def _relative_seconds(builder: OptimizerBuilder, chain: Chain, device: torch.device) -> float:
-    """Return the duration of a step relative to AdamW's. Both are timed over some MiB of the chain's parameters."""
+    """Return the duration of an optimizer step as a multiple of AdamW's. Both are timed on some MiB of the chain's
+    parameters."""
     named: dict[str, nn.Parameter] = {}
     size = 0
     for name, parameter in chain.model.named_parameters():

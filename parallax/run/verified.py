@@ -1,4 +1,5 @@
-"""Verify a configured run before its first step: the chain equals its model, and batches may be split."""
+"""Verify a run before its first step: the chain of blocks computes the same as the model, and batches may be divided
+into micro-batches."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ _PADDED_ROWS = 1024  # rows among which the most padded one is searched
 def verify_run(
     config: RunConfig, chain: Chain, loss: Loss, batch: Rows, progress: Callable[[str], None]
 ) -> Verdict:
-    """Compare ``chain`` with the model of ``config`` on the first rows of ``batch``, if ``model.verify`` requests it;
-    return the verdict on splitting batches."""
+    """Compare ``chain`` with the model of ``config`` on the first rows of ``batch``, if ``model.verify`` requests it.
+    Return the verdict on whether batches may be divided."""
     if config.model.work(str(config.precision)) is not None:
         return Verdict()  # it has no code
     model = asdict(config.model) | {"verify": "auto"}  # whenever it is checked, it is the same
@@ -47,7 +48,8 @@ def verify_run(
 
 
 def _padded_rows(config: RunConfig) -> Rows | None:
-    """Return rows of ``config`` of which some may be padded; None if there are none, or if the model gets a mask."""
+    """Return rows of ``config``, some of which may be padded; None if rows are not padded, or if the model gets a
+    mask."""
     if not config.data.pads_rows or config.model.name == "huggingface":
         return None
     source: Any = config.data.open(config.model, config.seed)
@@ -56,8 +58,7 @@ def _padded_rows(config: RunConfig) -> Rows | None:
 
 
 def check_rows(config: RunConfig, verdict: Verdict, plan: Plan) -> None:
-    """Raise :class:`ConfigError` if ``plan`` splits a batch whose loss would then differ from that of the whole
-    batch."""
+    """Raise :class:`ConfigError` if ``plan`` divides a batch into micro-batches although that changes the loss."""
     rows = config.trainer.global_batch
     micro_batches = plan.micro_batches(rows)
     replicas = max(stage.replicas for stage in plan.stages)
@@ -81,7 +82,7 @@ def check_rows(config: RunConfig, verdict: Verdict, plan: Plan) -> None:
 
 
 def _gathering(config: RunConfig) -> str:
-    """Return the settings with which the loss gets the outputs of all micro-batches."""
+    """Return the settings with which the loss is computed once, over the outputs of all micro-batches."""
     requested = config.plan
     schedule = "" if requested.schedule in (AUTO, "gpipe") else " plan.schedule=gpipe"
     interleave = "" if requested.interleave in (AUTO, 1) else " plan.interleave=auto"

@@ -1,14 +1,14 @@
-"""Run long work of a command: show its phase, end it on Ctrl-C, and end it if it hangs, under the limits of a rank.
+"""Run long work of a command: show its current phase, end it on Ctrl-C, and end it if it hangs.
 
-Before there are ranks, the user's code runs in the command: factories of the model and of the rows, a forward of each
-block. This code may hang, or be inside a call that handles no signal. So a watchdog thread checks it, with the limits
-of the ranks::
+Before there are ranks, the command itself runs the user's code: factories of the model and of the rows, and a forward
+of each block. This code may hang, or be inside a call that handles no signal. So a watchdog thread checks it, with the
+same time limits as for ranks::
 
     main thread       building the model ── model.target ── sleeps ...
     watchdog thread   checks for signs of life each second ──────────> a signal: the main thread raises and cleans up;
                                                                        if it does not, the report, and the process ends
 
-Under torchrun, a rank's :class:`~parallax.runtime.failure.watch.Watch` does this.
+Under torchrun, a rank's :class:`~parallax.runtime.failure.watch.Watch` does this instead.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _CLEANUP_SECONDS = 10.0  # for the main thread to clean up after a hang
 
 
 class LongWork:
-    """The current phase of a command; call the object with a text to enter the next phase."""
+    """The current phase of a command. Call the object with the name of the next phase to enter it."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self.phase: tuple[str] = ("",)  # a new object for each phase, even if the name repeats
@@ -58,14 +58,14 @@ class LongWork:
         self._show(text)
 
     def limit(self, trainer: TrainerConfig) -> None:
-        """Set the limits: more than ``watchdog_seconds`` without a sign of life, and more than ``phase_seconds`` in one
-        phase, count as a hang; 0 sets no limit."""
+        """Set the time limits after which the work counts as hanging: ``watchdog_seconds`` without a sign of life, and
+        ``phase_seconds`` in one phase; 0 sets no limit."""
         self.seconds, self.phase_seconds = trainer.watchdog_seconds, trainer.phase_seconds
 
 
 @contextlib.contextmanager
 def working(console: Console, what: str) -> Iterator[LongWork]:
-    """Show and watch long work such as "planning" or "profiling". Raises :class:`ParallaxError` if it hangs, with the
+    """Show and watch long work such as "planning" or "profiling". If it hangs, raise :class:`ParallaxError` with the
     phase, the limit, and the line of the user's code."""
     with console.status(what, refresh_per_second=_TURNS_PER_SECOND) as status:
         work = LongWork(status.update)
@@ -86,9 +86,8 @@ def working(console: Console, what: str) -> Iterator[LongWork]:
 
 
 class _Watchdog:
-    """The watchdog thread. It replaces the caller's signal handlers and passes each signal on to them. While it starts
-    or closes, signals wait until that is complete: with only some handlers installed, a signal could end the
-    process."""
+    """The watchdog thread. It replaces the caller's signal handlers, and passes each signal on to them. While it starts
+    or closes, signals are held back: with only some handlers installed, a signal could end the process."""
 
     def __init__(self, what: str, work: LongWork) -> None:
         self._what, self._work = what, work
@@ -133,7 +132,7 @@ class _Watchdog:
         self._answer_held()
 
     def _answer(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal on the main thread. The watchdog need not end the process any more."""
+        """Handle a signal on the main thread, so that the watchdog need not end the process."""
         self._answered = True
         if self.holding:
             self._held.append(number)
@@ -168,13 +167,13 @@ class _Watchdog:
                 self._check_hang(phase[0], idle, now - begun)
 
     def _enforce_deadline(self, now: float) -> None:
-        """End the process if the main thread has not handled the signal in time, or has not cleaned up in time after a
+        """End the process if the main thread has not handled a signal in time, or has not cleaned up in time after a
         hang."""
         if not self._answered or (self._complaint and now > self._deadline + _CLEANUP_SECONDS):
             self._end()
 
     def _handle(self, signals: bytes) -> None:
-        """Start the deadline of a request to end, which the main thread handles; a second Ctrl-C ends the process at
+        """Start the deadline for a request to end, which the main thread handles. A second Ctrl-C ends the process at
         once."""
         for number in self._handlers:
             if number not in signals or self._complaint:
@@ -206,6 +205,6 @@ class _Watchdog:
 
     def _end(self) -> None:
         """Print the report and end the process. The text bypasses Python's buffers, because the main thread may hold
-        their locks for ever."""
+        their locks forever."""
         os.write(2, f"parallax: {printable(self._report)}\n".encode())
         os._exit(self._code)

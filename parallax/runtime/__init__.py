@@ -1,1 +1,1 @@
-"""Executes a plan: runs action lists on tensors, with channels, replicas and tiers."""
+"""Executes a plan: runs each rank's list of actions on tensors, with channels, replicas and offloading."""

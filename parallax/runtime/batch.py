@@ -22,14 +22,15 @@ from parallax.model.block import (
 )
 
 Values = Tensor | NDArray[Any] | Sequence[Any] | Mapping[str, Any]
-"""A tensor, or a nest of tensors; NumPy arrays and lists of numbers become tensors when they are read."""
+"""A tensor or nested tensors. NumPy arrays and lists of numbers become tensors when they are read."""
 
 _CLASSES = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32))
 
 
 class Rows(Protocol):
     """A global batch of ``len()`` rows. Each rank requests only the rows that it computes on, so a source can make rows
-    on demand. The returned values are tensors, sequences of tensors, or mappings; their first dimension is the rows."""
+    on demand. Inputs and targets are tensors, sequences of tensors, or mappings, with the rows in the first
+    dimension."""
 
     def __len__(self) -> int: ...
 
@@ -41,7 +42,7 @@ class Rows(Protocol):
 
 
 class RowsOf:
-    """Wraps ``batch`` and forwards all other attributes to it; subclasses define ``inputs`` and ``targets``."""
+    """Wraps ``batch``. Subclasses define ``inputs`` and ``targets``; all other attributes are those of ``batch``."""
 
     def __init__(self, batch: Rows) -> None:
         self._batch = batch
@@ -50,14 +51,14 @@ class RowsOf:
         return len(self._batch)
 
     def __getattr__(self, name: str) -> Any:
-        """Return other attributes of the batch, such as ``memory_bytes``."""
+        """Return an attribute of the wrapped batch, such as ``memory_bytes``."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._batch, name)
 
 
 def row_count(batch: Rows, step: int) -> int:
-    """Return the number of rows of a step's batch; raises :class:`~parallax.errors.DataError` if it is zero."""
+    """Return the number of rows in the batch of ``step``. Raises :class:`~parallax.errors.DataError` if it is zero."""
     rows = len(batch)
     if rows < 1:
         raise DataError(
@@ -85,7 +86,7 @@ class FirstRows(RowsOf):
 
 
 class TensorRows:
-    """A global batch in memory: inputs and targets with the rows in dimension 0."""
+    """A global batch in memory. The first dimension of inputs and targets is the rows."""
 
     def __init__(self, inputs: Values, targets: Values) -> None:
         check_padded("inputs", inputs)
@@ -131,7 +132,7 @@ class TensorRows:
 
 
 def _rows_of(values: Any, start: int, stop: int) -> Any:
-    """Return ``values``, nested tensors and arrays, restricted to rows [start, stop)."""
+    """Return rows [start, stop) of each tensor and array in nested ``values``."""
     return transform(
         values, lambda part: part[start:stop] if isinstance(part, Tensor | np.ndarray) else part
     )
@@ -145,10 +146,13 @@ def _shapes(values: Any) -> list[tuple[Any, ...]]:
 
 
 def as_tensors(what: str, values: Any, rows: int, dtype: torch.dtype) -> Any:
-    """Return inputs or targets (``what``) of ``rows`` rows as tensors. NumPy arrays become tensors, and so do lists of
-    ``rows`` numbers. float64 arrays, NumPy's default, become ``dtype``, the model's, and so do float32 inputs of a
-    model in float64, such as images; class indices become int64, the only integer type that torch's losses accept.
-    Raises :class:`DataError` for an array whose type torch lacks."""
+    """Return the inputs or targets (``what``) of ``rows`` rows as tensors. NumPy arrays become tensors, and so do lists
+    of ``rows`` numbers.
+
+    Types are converted to those of the model: float64 arrays, NumPy's default, become ``dtype``, the model's type. For
+    a model in float64, float32 inputs become float64. Class indices among the targets become int64, the only integer
+    type that torch's losses accept. Raises :class:`DataError` for an array whose type torch lacks.
+    """
 
     def change(part: Any) -> Any:
         if isinstance(part, np.ndarray):

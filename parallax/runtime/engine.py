@@ -1,4 +1,4 @@
-"""The facade of the runtime: one rank of a planned training run.
+"""The facade of the runtime: :class:`Engine` is one rank of a planned training run.
 
 ::
 
@@ -61,7 +61,7 @@ logger = logging.getLogger("parallax")
 
 
 class Engine:
-    """One rank's stage with its optimizer, channels and swap manager. It adds training to a
+    """One rank of a training run: its stage with optimizer, channels and swap manager. It adds training to a
     :class:`~parallax.runtime.forward.ForwardEngine`. Build it with :meth:`build`."""
 
     def __init__(
@@ -121,13 +121,13 @@ class Engine:
         )
 
     def _stalls(self) -> Callable[[], float]:
-        """Return a function that returns the seconds for which the host has waited for weights and activations."""
+        """Return a function that returns how many seconds the host has waited so far for weights and activations."""
         waiting = [each for each in (*self._optimizer.waiting, self._manager) if each is not None]
         return (lambda: sum(each.stall_seconds for each in waiting)) if waiting else float
 
     def _open_swap(self, config: SwapConfig) -> tuple[SwapManager, Selector] | None:
-        """Return the swap manager and the selector of the tensors that it offloads; None if the plan offloads no
-        activations."""
+        """Return the swap manager, and the selector of the tensors that the manager offloads; None if the plan offloads
+        no activations."""
         plans = (self.plan.stages[stage] for stage in self.mesh.stages)
         offloading = [each for each in plans if each.offloads]
         if not offloading:
@@ -193,20 +193,20 @@ class Engine:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Model-wide name → parameter or buffer of this rank's stage. An offloaded parameter is given as a copy, which
-        optimizers refuse."""
+        """Name in the model → parameter or buffer of this rank's stage. An offloaded parameter is given as a copy,
+        which optimizers refuse."""
         self._optimizer.finish()
         return self._forward.parameters
 
     @property
     def gradients_by_name(self) -> dict[str, Tensor]:
-        """Model-wide name → gradient of each resident or offloaded parameter; parameters without a gradient are
-        omitted."""
+        """Name in the model → gradient, for this rank's resident and offloaded parameters. Parameters without a
+        gradient are omitted."""
         found = {n: self._stage.gradient(t) for n, t in self._stage.named_tensors().items()}
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
     def tier_bytes(self) -> dict[str, int]:
-        """Return the bytes of this rank's tensors between steps, by kind."""
+        """Return kind of tensor → bytes that this rank's tensors use between steps."""
         held = self._stage.held()
         given = [p.grad for p in held if p.is_leaf and p.grad is not None]
         stored = self._manager.stored_bytes + self._manager.resident_bytes if self._manager else 0
@@ -237,9 +237,9 @@ class Engine:
         return self._sync.all_reduces
 
     def step(self, batch: Rows) -> StepResult:
-        """Run one optimizer update over a global batch of any number of rows, which must be equal on all ranks. Raises
-        :class:`~parallax.errors.NonFiniteError` on all ranks, with unchanged weights, if the loss or a gradient is not
-        finite and the step may not be skipped."""
+        """Run one optimizer update over a global batch. The batch may have any number of rows, but the same on all
+        ranks. If the loss or a gradient is not finite and the step may not be skipped, all ranks raise
+        :class:`~parallax.errors.NonFiniteError`, with unchanged weights."""
         self._check_trained()
         start, scale = time.perf_counter(), self._scale.factor
         self._optimizer.zero_grad()
@@ -267,8 +267,8 @@ class Engine:
         )
 
     def _undo(self) -> str:
-        """Restore the buffers after a skipped step and return why it was skipped. Raises if no further step may be
-        skipped."""
+        """Restore the buffers after a skipped step, and return why the step was skipped. Raises
+        :class:`~parallax.errors.NonFiniteError` if it was one too many."""
         self._buffers.restore()
         return self._update.verdict.report(self._step)
 
@@ -278,7 +278,8 @@ class Engine:
         return swapped
 
     def gradients(self, batch: Rows) -> float:
-        """Run forward and backward without an update and return the loss; ``parameters`` hold the gradients."""
+        """Run forward and backward without an update, and return the loss. Afterwards :attr:`gradients_by_name` holds
+        the gradients."""
         self._optimizer.finish()
         self._optimizer.zero_grad()
         rows = self._update.rows.numbers(batch)
@@ -288,8 +289,8 @@ class Engine:
         return loss
 
     def check_metrics(self, batch: Rows) -> None:
-        """Compute the metrics of a batch, in evaluation mode. Raises :class:`~parallax.errors.ConfigError` if one of
-        them does not take the model's outputs and the targets. Before it, steps have no metrics."""
+        """Compute the metrics of ``batch`` in evaluation mode. Raises :class:`~parallax.errors.ConfigError` if a metric
+        does not accept the model's outputs or the targets. Steps report metrics only after this call."""
         if self.metrics.names:
             self.metrics.begin(training=False)
             self.evaluate(batch)
@@ -301,8 +302,8 @@ class Engine:
         return self.evaluate_weighted(batch)[0]
 
     def evaluate_weighted(self, batch: Rows) -> tuple[float, float]:
-        """Return the loss of a batch, and its weight in a mean over batches: the number of rows, or of targets that
-        count."""
+        """Return the loss of a batch, and the batch's weight in a mean over batches: its number of rows, or of targets
+        that count."""
         return self._evaluator.evaluate(batch, self._step)
 
     @property
@@ -312,9 +313,12 @@ class Engine:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Use the averaged weights in place of the trained ones within the context; all ranks enter it. Buffers stay as
-        trained. No-op as long as there are no averages. Steps and checkpoints are refused within it, and after an error
-        in it if there are replicas: exchanging the weights back would wait for ranks that have not failed."""
+        """A context in which the averaged weights replace the trained ones; all ranks enter it. Buffers stay as they
+        are. Without averages it does nothing.
+
+        Steps and checkpoints are refused inside of it. If the code inside raises an exception and there are replicas,
+        they stay refused afterwards: exchanging the weights back would wait for ranks that have not failed.
+        """
         self._check_trained()
         if not self._averages.updates:
             yield
@@ -337,23 +341,23 @@ class Engine:
             )
 
     def predict(self, batch: Rows) -> list[tuple[int, Any]]:
-        """Return the model's outputs for a batch; its targets are not read. A rank of the last stage returns its parts
-        of the outputs, each with the index of its first row; other ranks return an empty list."""
+        """Return the model's outputs for a batch, without reading its targets. A rank of the last stage returns a list
+        of (index of the first row, outputs), one entry for each micro-batch; other ranks return an empty list."""
         return self._forward.predict(batch, self._step)
 
     def checkpoints(self, directory: Path) -> tuple[list[Path], list[str]]:
-        """Return the checkpoints in ``directory`` that :meth:`load` can read, the best last, and messages about the
-        others. Files of interrupted saves are removed."""
+        """Return the checkpoints in ``directory`` that :meth:`load` can read, the best one to resume from last, and
+        messages about the others. Files of interrupted saves are removed."""
         return self.saving.usable(directory)
 
     def save(
         self, directory: Path, state: dict[str, Any], *, retention: Retention = ALL_STAY
     ) -> Path:
-        """Write a checkpoint of all stages into ``directory`` and return its folder. ``state`` is the caller's;
-        :meth:`load` returns an equal one. ``retention`` selects the older checkpoints to keep. If nodes do not share
-        the folder, each node gets its ranks' files.
+        """Write a checkpoint of all stages into ``directory`` and return its folder. :meth:`load` returns a state equal
+        to ``state``. ``retention`` selects the older checkpoints to keep. If nodes do not share ``directory``, each
+        node writes the files of its own ranks.
 
-        All ranks raise if one rank cannot write; earlier checkpoints stay unchanged.
+        If one rank cannot write, all ranks raise, and earlier checkpoints stay unchanged.
         """
         self._check_trained()
         return self.saving.save(directory, self._step, {"state": state}, retention)
@@ -361,7 +365,7 @@ class Engine:
     def load(self, directory: Path) -> dict[str, Any]:
         """Load a checkpoint of this model, saved under any plan, and return the ``state`` that was saved with it.
 
-        All ranks raise, before anything is changed, if one rank cannot read its part.
+        If one rank cannot read its part, all ranks raise, before anything is changed.
         """
         self._check_trained()
         found = self.saving.load(directory)
@@ -383,7 +387,7 @@ class Engine:
 
     @property
     def transports(self) -> dict[str, str]:
-        """The transport of each edge that this rank sends on: "0 -> 1": "shared memory"."""
+        """``"0 -> 1"`` → the name of the transport, for each edge on which this rank sends."""
         return self._forward.transports
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""How received tensors enter the autograd graph, and how their gradients are collected."""
+"""Add received tensors to the autograd graph, and collect their gradients."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from parallax.runtime.channels.message import Gradients, Tensors
 
 
 class _Entrance(torch.autograd.Function):
-    """Adds the inputs to the graph in place. Its backward appends their gradients to a list; the gradient of an unused
-    input is None."""
+    """Adds its inputs to the graph without a copy. The backward appends their gradients to a list; the gradient of an
+    unused input is None."""
 
     @staticmethod
     def forward(
@@ -33,12 +33,12 @@ class _Entrance(torch.autograd.Function):
 
 
 class GraphEntry:
-    """Puts a micro-batch's inputs into the autograd graph and collects their gradients. The graph does not keep the
-    inputs alive: an input is freed as soon as no block has it saved.
+    """Adds the inputs of a micro-batch to the autograd graph, and collects their gradients. The graph does not keep the
+    inputs alive: an input is freed as soon as no block has saved it.
 
-    A tensor in a channel's memory has to be copied anyway. The copy is recorded in the graph; its source is a leaf
-    without memory, whose ``.grad`` collects the gradient, so that no Python runs in the backward. A tensor with memory
-    of its own enters the graph through :class:`_Entrance`, without a copy.
+    A tensor in a channel's memory has to be copied anyway, so the copy is recorded in the graph. The source of the copy
+    is a leaf without memory, whose ``.grad`` collects the gradient, so that no Python code runs in the backward. A
+    tensor that has its own memory enters the graph through :class:`_Entrance`, without a copy.
     """
 
     __slots__ = ("_anchor", "_arrived", "_count", "_leaves")
@@ -50,7 +50,8 @@ class GraphEntry:
         self._count = 0
 
     def copy(self, borrowed: Tensor) -> Tensor:
-        """Return a copy of the channel's tensor ``borrowed``, inside the graph if it can have a gradient."""
+        """Return a copy of ``borrowed``, a tensor in a channel's memory. The copy is part of the graph if it can have a
+        gradient."""
         if not can_require_grad(borrowed):
             return borrowed.clone()
         leaf = borrowed.detach().requires_grad_()
@@ -60,7 +61,7 @@ class GraphEntry:
         return copied
 
     def enter(self, inputs: Tensors, floating: Sequence[Tensor]) -> Tensors:
-        """Return ``inputs``, after adding those in ``floating`` to the graph."""
+        """Return ``inputs``; the tensors in ``floating`` are now part of the graph."""
         if self._leaves or not floating:
             return inputs
         self._count = len(floating)
@@ -71,7 +72,8 @@ class GraphEntry:
         return tuple(next(entering) if can_require_grad(tensor) else tensor for tensor in inputs)
 
     def take_gradients(self) -> Gradients:
-        """Return the gradients of the floating-point inputs, and release them; None for an input that was not used."""
+        """Return the gradients of the floating-point inputs, and drop them here. The gradient of an unused input is
+        None."""
         leaves, arrived, self._leaves, self._arrived = self._leaves, self._arrived, [], []
         if leaves:
             return tuple([leaf.grad for leaf in leaves])

@@ -1,4 +1,4 @@
-"""Loss and metrics of batches, computed by forwards alone.
+"""Loss and metrics of batches, computed by forwards only.
 
 ::
 
@@ -7,7 +7,7 @@
     loss, weight = engine.evaluate_weighted(batch)        # the same batch on every rank
     engine.metrics.evaluated()
 
-:class:`~parallax.runtime.engine.Engine` evaluates with the same :class:`Evaluator`, so both give equal figures.
+:class:`~parallax.runtime.engine.Engine` uses the same :class:`Evaluator`, so both give equal figures.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from parallax.swap.config import SwapConfig
 
 
 def step_loss(evaluation: Evaluation, chain: Chain, mesh: Mesh) -> StepLoss:
-    """Return the loss of a step under the plan of ``mesh``: of each micro-batch, or of all rows of a batch."""
+    """Return the object that computes a step's loss as the plan of ``mesh`` requires: for each micro-batch, or once for
+    all rows."""
     if mesh.plan.gather_loss:
         return GatheredLoss(evaluation, chain, mesh)
     return LossOfParts(evaluation)
 
 
 class Evaluator:
-    """Evaluates batches with the forwards of an engine. ``rows`` checks that all ranks have read the same rows."""
+    """Evaluates batches with the forwards of an engine. ``rows`` checks that all ranks read the same rows."""
 
     def __init__(
         self,
@@ -58,8 +59,8 @@ class Evaluator:
         self._evaluation, self._rows = evaluation, rows
 
     def evaluate(self, batch: Rows, step: int) -> tuple[float, float]:
-        """Return the loss of a batch in evaluation mode, computed without autograd, and its weight in a mean over
-        batches: the number of rows, or of targets that count. ``step`` is used in messages and random seeds."""
+        """Return the loss of a batch in evaluation mode, computed without autograd, and the batch's weight in a mean
+        over batches: its number of rows, or of targets that count. ``step`` is used in messages and random seeds."""
         row_count(batch, step)
         rows, weight = self._rows.numbers(batch), self.weight(batch)
         with self._forward.evaluating():
@@ -70,8 +71,8 @@ class Evaluator:
         return loss, weight if self._count is not None else mass
 
     def weight(self, batch: Rows) -> float:
-        """Return the number of rows of the batch, or of its targets that count, which the last stage counts for all
-        ranks."""
+        """Return the number of rows of the batch or, for a loss with ``count``, the number of its targets that count.
+        The last stage counts them for all ranks."""
         if self._count is None:
             return float(len(batch))
         mine = 0.0
@@ -82,7 +83,7 @@ class Evaluator:
 
 
 class EvaluationEngine:
-    """One rank's forwards with a loss and metrics, and nothing that only training needs. Build it with
+    """One rank of an evaluation: its stage with a loss and metrics, but without optimizer and gradients. Build it with
     :meth:`build`."""
 
     def __init__(
@@ -111,7 +112,7 @@ class EvaluationEngine:
         scratch: Path | None = None,
     ) -> EvaluationEngine:
         """Build this rank's stage of ``plan`` for evaluations. Every rank calls it, with torch.distributed initialised
-        if the plan has more than one rank. Other parameters are those of
+        if the plan has more than one rank. The parameters are those of
         :meth:`~parallax.runtime.engine.Engine.build`."""
         check_loss(loss)
         plan = accepted(plan, chain)
@@ -129,8 +130,8 @@ class EvaluationEngine:
         self.completed_steps = self._forward.load(directory, averaged=averaged)
 
     def evaluate_weighted(self, batch: Rows) -> tuple[float, float]:
-        """Return the loss of a batch, and its weight in a mean over batches: the number of rows, or of targets that
-        count."""
+        """Return the loss of a batch, and the batch's weight in a mean over batches: its number of rows, or of targets
+        that count."""
         return self._evaluator.evaluate(batch, self.completed_steps)
 
     @property
@@ -145,7 +146,7 @@ class EvaluationEngine:
 
     @property
     def transports(self) -> dict[str, str]:
-        """The transport of each edge that this rank sends on."""
+        """``"0 -> 1"`` → the name of the transport, for each edge on which this rank sends."""
         return self._forward.transports
 
     def peak_bytes(self) -> int:

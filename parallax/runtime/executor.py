@@ -1,9 +1,10 @@
-"""Runs a rank's action list: the same list that the simulator runs on predicted costs.
+"""Runs a rank's list of actions (forwards, backwards, sends, receives, …). The simulator runs the same list on
+predicted costs.
 
-Between stages, gradients travel back only for tensors that can have one. To save memory, the backward of a stage starts
-from gradient edges, not from its outputs, and the graph does not keep an input for the sake of its gradient: a received
-activation is freed as soon as no block has it saved. On a local edge the sending stage passes its outputs to the
-receiving stage directly, and the gradients come back the same way, without send and receive actions.
+A stage sends back gradients only for tensors that can have one. To save memory, the backward of a stage starts from
+gradient edges, not from the outputs, and the graph does not keep inputs alive: a received activation is freed as soon
+as no block has saved it. Two stages on the same rank pass outputs and gradients to each other directly, without send
+and receive actions.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ CurrentAction = tuple[Action, int, float]  # the action, its step, its start by 
 
 @dataclass(slots=True)
 class _InFlight:
-    """An in-flight micro-batch of a stage, between its forward and its backward: the roots of its graph, the entry of
-    its inputs, and its deferred weight gradients (split backward)."""
+    """A micro-batch of a stage between forward and backward. ``roots``: the tensors at which the backward starts.
+    ``entry``: collects the gradients of the inputs. ``weight_gradients``: the deferred weight-gradient pass of a split
+    backward."""
 
     roots: Roots = ()
     entry: GraphEntry | None = None
@@ -61,12 +63,12 @@ class _InFlight:
 
 
 class RankProgram:
-    """An action list, analysed once before it runs.
+    """A list of actions, analysed once before it runs.
 
     ``first``         receives to post before the first action
-    ``following[n]``  receives to post after action n; each channel posts the receive of its next message early
+    ``following[n]``  receives to post after action n, so that each is posted before its message is needed
     ``last``          the last forward, backward and weight-gradient pass of each stage
-    ``repeated``      passes after which a pass of the same kind and stage comes next
+    ``repeated``      passes that are followed by a pass of the same kind and stage
     """
 
     def __init__(self, actions: Sequence[Action]) -> None:
@@ -95,9 +97,9 @@ class RankProgram:
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """The inputs of one run of a program. The loss is divided by ``denominator``: the number of rows of the global
-    batch, or of its targets that count. Its gradient is multiplied by ``scale``. If ``keep`` is given, no targets are
-    read, and ``keep`` is called with the index of the first row and the model's outputs."""
+    """The inputs of one run of a program. The loss is divided by ``denominator``, the number of rows of the global
+    batch, or of its targets that count. The gradient of the loss is multiplied by ``scale``. If ``keep`` is given, no
+    targets are read; instead, ``keep`` is called with the index of the first row and the model's outputs."""
 
     index: int
     batch: Rows
@@ -111,8 +113,8 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True)
 class TrainingParts:
-    """The parts of a rank that only training needs, beside a loss. ``stall_seconds`` returns the seconds for which the
-    host has waited for weights and activations."""
+    """The parts of a rank that only training needs, besides the loss. ``stall_seconds()`` returns how many seconds the
+    host has waited so far for weights and activations."""
 
     sync: GradientSync
     update: Update
@@ -121,8 +123,8 @@ class TrainingParts:
 
 
 class Executor:
-    """One rank's interpreter of action lists. Without ``training`` it runs forwards: their outputs are kept, or go into
-    the ``loss``. ``current``: the action that is running, or that failed, for watchdog threads."""
+    """Runs the action lists of one rank. Without ``training`` it runs only forwards, whose outputs are kept or passed
+    to ``loss``. ``current``: the action that is running, or that failed, for watchdog threads."""
 
     def __init__(
         self,
@@ -155,8 +157,8 @@ class Executor:
         self.row_check = RowCheck(chain.dtype)
 
     def run(self, step: StepContext) -> list[Span]:
-        """Execute the program of ``step``. Return the spans of training steps that the device has completed: those of
-        this step, and the remaining ones of the previous step."""
+        """Run the program of ``step``. Return the spans (times of actions) of training steps that the device has
+        completed since the last call, which may belong to the previous step."""
         rank, index = self._mesh.rank, step.index
         spans = self._spans if step.training else self._spans.aside()
         post, ahead = self._io.post, self._io.posts
@@ -191,12 +193,12 @@ class Executor:
         return spans.take()
 
     def timed(self, batch: Rows) -> TimedRows:
-        """Return the rows of ``batch``, whose reading is measured."""
+        """Return ``batch`` in a wrapper that measures the time of reading rows."""
         return TimedRows(batch, self._spans)
 
     @property
     def loss_share(self) -> Tensor:
-        """This rank's part of the last run's loss, on its device; the sum over all ranks is the loss."""
+        """This rank's part of the loss of the last run, on this rank's device. The loss is the sum over all ranks."""
         return self._step_loss.share
 
     @property
@@ -366,8 +368,8 @@ class Executor:
     def _add_weight_gradients(
         self, deferred: WeightGradStore, complete: Reduced | None = None
     ) -> None:
-        """Add weight gradients to the gradients of resident and offloaded parameters; call ``complete`` with each
-        parameter whose gradient is complete."""
+        """Add the deferred weight gradients to the gradients of the parameters, resident or offloaded. Call
+        ``complete`` with each parameter whose gradient is final."""
         offloaded = self._stage.offloaded
 
         def ready(parameter: nn.Parameter) -> None:
@@ -388,7 +390,7 @@ class Executor:
     # ---- parts of actions
 
     def _input_parts(self, program: RankProgram) -> Iterator[Part]:
-        """Yield this rank's rows of the model's first stage, micro-batch by micro-batch."""
+        """Yield, for each micro-batch, this rank's rows of the model's first stage."""
         for action in program.actions:
             if action.kind is Kind.FORWARD and action.stage == 0:
                 part = self._io.rows(action.micro)
@@ -398,16 +400,16 @@ class Executor:
     def _holding_gradients(
         self, action: Action, step: StepContext
     ) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a backward, in which gradients of offloaded parameters stay on the device if the next
-        pass is a backward of the same stage."""
+        """Return the context in which a backward runs. In it, gradients of offloaded parameters stay on the device if
+        the next pass is a backward of the same stage."""
         return self._stage.hold_gradients(action.stage, action in step.program.repeated)
 
     def _completes(self, action: Action, step: StepContext) -> bool:
-        """Whether ``action`` completes a stage's gradients."""
+        """Whether all gradients of the stage are final after ``action``."""
         return action in step.program.last
 
     def _swap_key(self, action: Action, step: StepContext) -> int:
-        """Return the key of a micro-batch in the swap manager, unique over this rank's stages."""
+        """Return the number by which the swap manager identifies a micro-batch of one of this rank's stages."""
         slot = self._slots[action.stage] + action.step * len(self._slots)
         return action.micro + step.micro_batches * slot
 
@@ -438,8 +440,8 @@ class Executor:
             ]
 
     def _pass_locally(self, key: Key, detached: Tensors, *, training: bool) -> None:
-        """Pass detached outputs to the next stage on this rank. In training it gets copies, like those that a channel
-        delivers: the sender's graph may have saved the outputs, and a block may change its input in place."""
+        """Pass detached outputs to the next stage, which is on this rank too. In training it gets copies, because the
+        sender's graph may have saved the outputs, and a block may change its input in place."""
         entry = GraphEntry(self._anchor) if training else None
         inputs = detached if entry is None else tuple(map(entry.copy, detached))
         self._received[key] = inputs, entry

@@ -1,4 +1,4 @@
-"""The part of a rank that forwards need: its stage, its channels and the forwards of its schedule.
+"""One rank's forwards: its stage, its channels, and the forwards of its schedule.
 
 ::
 
@@ -72,7 +72,7 @@ class StageConfigs:
         *,
         compile: bool,
     ) -> StageConfigs:
-        """Return the settings; None stands for the defaults."""
+        """Return the settings; an argument of None stands for the default."""
         return cls(
             precision or PrecisionConfig(),
             swap or SwapConfig(),
@@ -82,8 +82,8 @@ class StageConfigs:
 
 
 class BuiltStage(NamedTuple):
-    """A rank's stage with real parameters, and the stores of its offload tier. ``peak_bytes()`` returns the peak device
-    memory since the build began, when the process held ``before_bytes``."""
+    """A rank's stage with real parameters, and ``tiers``, which opens stores in its offload tier. ``before_bytes``: the
+    device memory that the process held before the build. ``peak_bytes()`` returns the peak since then."""
 
     stage: Stage
     tiers: Tiers
@@ -102,8 +102,8 @@ def build_stage(
     trains: bool,
     divides: bool = True,
 ) -> BuiltStage:
-    """Build this rank's stage of the plan of ``mesh``. Unless the rank ``trains``, no parameter requires a gradient.
-    ``divides``: the optimizer may step parts of a parameter."""
+    """Build this rank's stage of the plan of ``mesh``. Without ``trains``, no parameter requires a gradient.
+    ``divides``: the optimizer may update parts of a parameter separately."""
     plan, precision = mesh.plan, configs.precision
     plans = {stage: plan.stages[stage] for stage in mesh.stages}
     reduces = trains and mesh.replicas is not None and not plan.schedule.splits
@@ -137,8 +137,8 @@ def build_stage(
 
 
 class ForwardEngine:
-    """One rank's stage and its channels. Build it with :meth:`build`. ``loss``: computed by
-    an engine that evaluates or trains; ``training``: the further parts of one that trains."""
+    """One rank's stage and its channels, for forwards. Build it with :meth:`build`. Engines that evaluate pass a
+    ``loss``; engines that train also pass ``training``."""
 
     def __init__(
         self,
@@ -195,8 +195,8 @@ class ForwardEngine:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Model-wide name → parameter or buffer of this rank's stage. An offloaded parameter is given as a copy, which
-        optimizers refuse."""
+        """Name in the model → parameter or buffer of this rank's stage. An offloaded parameter is given as a copy,
+        which optimizers refuse."""
         stage = self._built.stage
         return {
             name: mark_copy(value, name) if stage.is_offloaded(tensor) else tensor
@@ -204,10 +204,10 @@ class ForwardEngine:
         }
 
     def load(self, directory: Path, *, averaged: bool = False) -> int:
-        """Load the weights of a checkpoint of this model, saved under any plan, and return its step. ``averaged``: load
-        averages in place of the weights that have one.
+        """Load the weights of a checkpoint of this model, saved under any plan, and return the step of the checkpoint.
+        ``averaged``: if a weight has an average, load that instead.
 
-        All ranks raise, before anything is changed, if one rank cannot read its part.
+        If one rank cannot read its part, all ranks raise, before anything is changed.
         """
         stage, groups = self._built.stage, groups_of(directory.parent, self.mesh.nodes)
         reader = open_checkpoint(self._chain, stage, directory, groups, averaged=averaged)
@@ -230,10 +230,10 @@ class ForwardEngine:
         return self._built.stage.evaluating()
 
     def predict(self, batch: Rows, step: int = 0) -> list[tuple[int, Any]]:
-        """Return the model's outputs for a batch; its targets are not read. A rank of the last stage returns its parts
-        of the outputs, each with the index of its first row; other ranks return an empty list. The outputs stay on the
-        device; a plan reserves memory for those of ``plan.global_batch`` rows. ``step``, the number of the next
-        training step, is used in messages and random seeds."""
+        """Return the model's outputs for a batch, without reading its targets. A rank of the last stage returns a list
+        of (index of the first row, outputs), one entry for each micro-batch; other ranks return an empty list. The
+        outputs stay on the device, where the plan reserves memory for the outputs of ``plan.global_batch`` rows.
+        ``step``, the number of the next training step, is used in messages and random seeds."""
         found: list[tuple[int, Any]] = []
         with self.evaluating():
             self.run(batch, step, keep=lambda *part: found.append(part))
@@ -250,8 +250,8 @@ class ForwardEngine:
         scale: float = 1.0,
         keep: Keep | None = None,
     ) -> list[Span]:
-        """Run the schedule over a batch: always its forwards, its backwards with ``training``, and the optimizer step
-        with ``updates``. The other parameters are those of :class:`~parallax.runtime.executor.StepContext`."""
+        """Run the schedule over a batch: its forwards, with ``training`` also its backwards, and with ``updates`` also
+        the optimizer step. The other parameters are those of :class:`~parallax.runtime.executor.StepContext`."""
         micro_batches = self.plan.micro_batches(row_count(batch, step))
         context = StepContext(
             index=step,
@@ -291,12 +291,13 @@ class ForwardEngine:
         return self._programs[key]
 
     def peak_bytes(self) -> int:
-        """Return the peak of device memory since the engine was built, less the memory that the process held before."""
+        """Return the peak of device memory since the engine was built, not counting the memory that the process held
+        before."""
         return self._built.peak_bytes()
 
     @property
     def transports(self) -> dict[str, str]:
-        """The transport of each edge that this rank sends on: "0 -> 1": "shared memory"."""
+        """``"0 -> 1"`` → the name of the transport, for each edge on which this rank sends."""
         return self._channels.transports()
 
     def close(self) -> None:

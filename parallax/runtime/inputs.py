@@ -22,27 +22,28 @@ from parallax.plan.plan import StagePlan
 from parallax.runtime.batch import Rows
 
 Part = tuple[int, int]
-"""The first row of a micro-batch that a rank computes on, and their number."""
+"""The first row of a micro-batch that a rank computes on, and the number of its rows."""
 
 
 class ModelInputs(Protocol):
-    """The source of a step's inputs, micro-batch by micro-batch."""
+    """Gives a rank the model inputs of a step on its device, micro-batch by micro-batch."""
 
     def begin(self, batch: Rows, parts: Iterable[Part], /) -> None:
-        """Start a step that requests these ``parts`` of ``batch`` in this order."""
+        """Start a step. :meth:`take` will be called with ``parts`` of ``batch``, in this order."""
 
     def take(self, part: Part, /) -> Any:
-        """Return the inputs of the next part, on the device and usable on its current stream."""
+        """Return the inputs of the next part, on the device and ready for the current stream."""
 
     def landed(self) -> None:
-        """Wait until all copies from the batch's memory have ended, so that its owner may overwrite it."""
+        """Wait until all copies from the batch's memory are complete, so that the owner of the batch may overwrite
+        it."""
 
     def abandon(self) -> None:
         """Drop the rest of the step."""
 
 
 class InputsAtOnce:
-    """Copies inputs when the forward takes them."""
+    """Copies the inputs of a micro-batch when its forward requests them."""
 
     def __init__(self, device: torch.device, copies: CopyEngine) -> None:
         self._device, self._copies = device, copies
@@ -56,7 +57,7 @@ class InputsAtOnce:
         return to_device(self._batch.inputs(part[0], sum(part)), self._device)
 
     def landed(self) -> None:
-        """Wait for the device: the copies were queued on the compute stream."""
+        """Wait for the compute stream, on which the copies were queued."""
         self._copies.mark().wait_host()
 
     def abandon(self) -> None:
@@ -64,8 +65,8 @@ class InputsAtOnce:
 
 
 class InputsAhead:
-    """Copies the inputs of the next micro-batch while the current one computes. An error of the batch is raised when
-    the forward takes its part."""
+    """Copies the inputs of the next micro-batch while the current one computes. An error of reading rows is raised when
+    the forward requests these rows."""
 
     def __init__(self, device: torch.device, copies: CopyEngine) -> None:
         self._device, self._copies = device, copies
@@ -91,11 +92,11 @@ class InputsAhead:
         return values
 
     def landed(self) -> None:
-        """Wait for the device: the compute stream has waited for all copies."""
+        """Wait for the compute stream, which waits for all copies."""
         self._copies.mark().wait_host()
 
     def abandon(self) -> None:
-        """Drop the copies. The compute stream waits for them, so that their memory can be reused."""
+        """Drop the copies. The compute stream first waits for them, so that their memory can be reused."""
         self._arrive()
         self._batch = self._values = self._failure = None
         self._parts.clear()

@@ -1,8 +1,8 @@
 """The loss on the last stage, from the outputs of a step's micro-batches.
 
-The usual loss is a mean over rows, so each micro-batch of each replica has a loss of its own (:class:`LossOfParts`). A
-loss over the whole batch, such as a contrastive one, cannot be computed from parts. For it the outputs of all
-micro-batches and replicas are gathered first (:class:`GatheredLoss`), and it is computed once.
+The usual loss is a mean over rows, so it is computed separately for each micro-batch of each replica
+(:class:`LossOfParts`). A loss over the whole batch, such as a contrastive loss, cannot be computed from parts, so the
+outputs of all micro-batches and replicas are gathered first (:class:`GatheredLoss`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Roots = Sequence[Tensor | GradientEdge | None]
 
 
 class LossStep(Protocol):
-    """The current step, as far as a loss needs it; see :class:`~parallax.runtime.executor.StepContext`."""
+    """The properties of the current step that a loss needs; see :class:`~parallax.runtime.executor.StepContext`."""
 
     @property
     def index(self) -> int:
@@ -69,32 +69,33 @@ class LossStep(Protocol):
 
 
 class StepLoss(Protocol):
-    """Computes the step's loss from outputs of the last stage, and the gradients from which the backwards start."""
+    """Computes the loss of a step from the outputs of the last stage, and the gradients from which backwards start."""
 
     @property
     def share(self) -> Tensor:
         """This rank's part of the last step's loss, on its device; the sum over all ranks is the loss."""
 
     def begin(self) -> None:
-        """Start a step: forget the results of the previous step."""
+        """Start a step and drop the results of the previous one."""
 
     def add(self, step: LossStep, micro: int, low: int, high: int, outputs: Tensors) -> Roots:
-        """Add the outputs of rows ``low`` to ``high`` of the batch; return the tensors from which their backward
+        """Add the outputs of rows [low, high) of the batch; return the tensors from which the backward of these rows
         starts."""
 
     def complete(self, step: LossStep) -> float:
-        """Finish the loss after the last forward of this rank; return the seconds spent waiting for other ranks."""
+        """Finish the loss after this rank's last forward; return the seconds spent waiting for other ranks."""
 
     def gradients(self, micro: int) -> Gradients:
-        """Return, once, the gradients of the tensors that :meth:`add` returned for a micro-batch."""
+        """Return the gradients of the tensors that :meth:`add` returned for micro-batch ``micro``. Call it once for
+        each micro-batch."""
 
     def abandon(self) -> None:
         """Drop in-flight micro-batches."""
 
 
 class Evaluation:
-    """Calls the loss on the rows of this rank, and passes the rows to ``metrics``. ``share``: this rank's sum of the
-    step's loss. ``mass``: the sum of this rank's weights in the mean: the number of its rows, or of its targets that
+    """Computes the loss of this rank's rows, and passes the rows to ``metrics``. ``share``: this rank's part of the
+    step's loss. ``mass``: the weight of this rank's rows in the mean: their number, or the number of their targets that
     count."""
 
     def __init__(
@@ -113,11 +114,11 @@ class Evaluation:
 
     @property
     def share(self) -> Tensor:
-        """This rank's part of the loss since :meth:`begin`."""
+        """This rank's part of the loss since :meth:`begin`; the loss is the sum over all ranks."""
         return self._share
 
     def parts(self) -> list[tuple[int, int, float]]:
-        """Return first row, last row + 1 and loss of each call since :meth:`begin`. Synchronizes with the device."""
+        """Return (first row, last row + 1, loss) of each call since :meth:`begin`. Synchronizes with the device."""
         return [(*rows, value) for rows, value in zip(self._rows, self._values.tolist())]
 
     def begin(self) -> None:
@@ -128,8 +129,8 @@ class Evaluation:
     def of(
         self, step: LossStep, outputs: Tensors, low: int, high: int, *, counted: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss of rows ``low`` to ``high``, and the gradient from which its backward starts. With
-        ``counted`` the loss is added to the share."""
+        """Return the loss of rows [low, high), and the gradient from which their backward starts. ``counted``: add the
+        loss to ``share``."""
         given = step.batch.targets(low, high)
         targets = with_own_storage(to_device(given, self._device))
         results = self._chain.results(outputs)
@@ -158,8 +159,8 @@ class Evaluation:
         return value, torch.full_like(value, weight * step.scale, requires_grad=False)
 
     def _check_mean(self, step: LossStep, results: Any, targets: Any, low: int, high: int) -> None:
-        """Raise :class:`ConfigError` if an unknown loss is not the mean over its rows because it ignores some
-        targets."""
+        """Raise :class:`ConfigError` if a loss of unknown kind ignores some targets: it is then not the mean over
+        rows."""
         if self._counting.counts_targets:
             return
         rows, first = high - low, low
@@ -176,7 +177,7 @@ class Evaluation:
             )
 
     def _masses(self, step: LossStep, results: Any, low: int, high: int) -> tuple[float, float]:
-        """Return the mass of rows ``low`` to ``high``, and the mass of the whole batch."""
+        """Return the weight of rows [low, high) in the mean, and the weight of the whole batch."""
         if self._counts:
             return 1.0, step.denominator
         rows = len(step.batch)
@@ -195,8 +196,8 @@ class Evaluation:
         return float(high - low), float(rows)
 
     def _mass_of_all(self, step: LossStep, results: Any, few: int) -> float:
-        """Return the mass of the batch. All targets are counted at once or, if their shapes differ between
-        micro-batches, by micro-batch."""
+        """Return the weight of the whole batch. Its targets are counted at once or, if their shapes differ between
+        micro-batches, for each micro-batch."""
         rows, mass = len(step.batch), partial(self._counting.row_weight, results, few, step.batch)
         try:
             return mass(0, rows)
@@ -209,7 +210,7 @@ class Evaluation:
 
 
 def _nothing_of(outputs: Tensors, value: Tensor) -> Tensor:
-    """Return a loss of 0 that depends on ``outputs``, so that every backward can run."""
+    """Return a loss of 0 that depends on ``outputs``, so that a backward can run."""
     parts = [each.flatten()[:0].sum() for each in outputs if each.requires_grad]
     return sum(
         (each.to(value.dtype) for each in parts), torch.zeros_like(value, requires_grad=False)
@@ -217,7 +218,8 @@ def _nothing_of(outputs: Tensors, value: Tensor) -> Tensor:
 
 
 class LossOfParts:
-    """One loss for each micro-batch, weighted by its number of rows or of targets that count."""
+    """Computes the loss of each micro-batch separately. Each is weighted by the number of its rows, or of its targets
+    that count."""
 
     def __init__(self, evaluation: Evaluation) -> None:
         self._evaluation = evaluation
@@ -237,7 +239,7 @@ class LossOfParts:
         return (value,)
 
     def complete(self, step: LossStep) -> float:
-        """No-op: every micro-batch has its loss."""
+        """No-op: the loss of every micro-batch is complete already."""
         del step
         return 0.0
 
@@ -255,7 +257,7 @@ class _Kind(NamedTuple):
 
 
 class _PartOutputs(NamedTuple):
-    """The outputs of one replica's micro-batch, which is rows ``low`` to ``high`` of the batch."""
+    """The shapes and types of the outputs of one replica's micro-batch, which is rows [low, high) of the batch."""
 
     micro: int
     low: int
@@ -263,12 +265,12 @@ class _PartOutputs(NamedTuple):
     outputs: tuple[_Kind, ...]
 
     def looks_like_rows(self, index: int) -> bool:
-        """Whether output ``index`` has as many rows as the micro-batch."""
+        """Whether the first dimension of output ``index`` has the size of the micro-batch."""
         return self.outputs[index].shape[:1] == (self.high - self.low,)
 
 
 class _Whole(NamedTuple):
-    """One output of the whole batch. ``has_rows``: its first dimension is the rows."""
+    """One output for the whole batch. ``has_rows``: whether the first dimension is the rows."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -278,10 +280,10 @@ class _Whole(NamedTuple):
 
 @dataclass(slots=True)
 class _Buffer:
-    """Collects one output of the model during the forwards.
+    """Collects one of the model's outputs over the micro-batches of this rank.
 
-    ``rows``: the output for the whole batch; rows of other replicas are zero. ``single``: the value of an output
-    without rows. ``differ``: micro-batches returned different values of such an output.
+    ``rows``: the output for the whole batch, with zeros in rows of other replicas. ``single``: the value, if the output
+    has no rows. ``differ``: micro-batches returned different values for an output without rows.
     """
 
     rows: Tensor | None = None
@@ -289,7 +291,7 @@ class _Buffer:
     differ: bool = False
 
     def add(self, output: Tensor, low: int, high: int, batch: int) -> None:
-        """Copy ``output`` to rows ``low`` to ``high``."""
+        """Copy ``output`` into rows [low, high)."""
         if output.dim() == 0 or len(output) != high - low:
             self.add_single(output)
             return
@@ -299,14 +301,14 @@ class _Buffer:
             self.rows[low:high].copy_(output)
 
     def add_single(self, value: Tensor) -> None:
-        """Keep the value of an output without rows."""
+        """Store the value of an output without rows."""
         value = value.resolve_conj().resolve_neg()
         if self.single is None:
             self.single = value.clone(memory_format=torch.contiguous_format)
         self.differ |= not _same(self.single, value)
 
     def settle(self, parts: Sequence[_PartOutputs]) -> None:
-        """Treat an output whose values were collected as rows as an output without rows."""
+        """Convert the values that were collected as rows, after the output proved to have no rows."""
         for part in parts if self.rows is not None else ():
             self.add_single(self.rows[part.low : part.high])  # type: ignore[index]
 
@@ -315,12 +317,12 @@ class GatheredLoss:
     """The loss over the whole batch.
 
     Each micro-batch keeps the gradient edges of its outputs, and copies the outputs into buffers for the whole batch.
-    After the last forward the replicas of the last stage all-reduce their buffers as bytes: each row is non-zero on one
-    replica only, so the sum is exact for every type. Each replica computes the same loss, and starts the backward of
-    each of its micro-batches from the gradients of its rows.
+    After the last forward, the replicas of the last stage all-reduce their buffers as bytes. Each row is non-zero on
+    one replica only, so the sum is exact for every type. Then each replica computes the same loss, and starts the
+    backward of each of its own micro-batches from the gradients of that micro-batch's rows.
 
-    An output without rows, such as a learnt temperature, must be the same in all micro-batches. The loss gets it once,
-    and the micro-batch with the batch's first row gets its gradient.
+    An output without rows, such as a learnt temperature, must be the same in all micro-batches. It is passed to the
+    loss once, and its gradient is passed to the micro-batch with the batch's first row.
     """
 
     def __init__(self, evaluation: Evaluation, chain: Chain, mesh: Mesh) -> None:
@@ -386,7 +388,7 @@ class GatheredLoss:
         return [part for parts in found for part in parts]
 
     def _gathered(self, index: int, whole: _Whole) -> Tensor:
-        """Return one output of the whole batch, the same on every replica."""
+        """Return the output ``index`` for the whole batch, equal on every replica."""
         buffer = self._buffers[index] if self._parts else _Buffer()
         if whole.has_rows:
             return self._summed(self._zeros(whole) if buffer.rows is None else buffer.rows)
@@ -412,7 +414,7 @@ class GatheredLoss:
         return tensor
 
     def _run(self, step: LossStep, outputs: Tensors, needed: Sequence[bool]) -> Gradients:
-        """Compute the loss of ``outputs``; return a gradient for each output, None if it is not ``needed``."""
+        """Compute the loss of ``outputs``; return the gradient of each output, or None where ``needed`` is False."""
         entry = GraphEntry(self._anchor)
         if step.training:
             training = tuple([output for output, each in zip(outputs, needed) if each])
@@ -430,8 +432,8 @@ class GatheredLoss:
 
 
 def _agreed(parts: Sequence[_PartOutputs], rows: int, rowless: Collection[int]) -> list[_Whole]:
-    """Return the outputs of the whole batch, given those of its micro-batches. Raises :class:`DataError` if
-    micro-batches returned different shapes or types."""
+    """Return a description of each output for the whole batch, from the ``parts`` of all micro-batches. Raises
+    :class:`DataError` if micro-batches returned different shapes or types."""
     counts = sorted({len(part.outputs) for part in parts})
     if len(counts) > 1:
         raise DataError(
@@ -458,8 +460,8 @@ def _whole(index: int, parts: Sequence[_PartOutputs], rows: int, rowless: bool) 
 
 
 def _gradient_part(gradient: Tensor | None, whole: _Whole, part: _PartOutputs) -> Tensor | None:
-    """Return a micro-batch's part of the ``gradient`` of one output, from which its backward starts. The gradient of an
-    output without rows belongs to the micro-batch with the batch's first row."""
+    """Return the rows of ``gradient`` that belong to the micro-batch ``part``, from which its backward starts. The
+    gradient of an output without rows belongs to the micro-batch with the batch's first row."""
     if gradient is None or whole.has_rows:
         return None if gradient is None else gradient[part.low : part.high]
     return gradient if part.low == 0 else None

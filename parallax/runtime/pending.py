@@ -8,9 +8,9 @@
                and renames the folder
     NAMED      older checkpoints may be removed
 
-No rank waits for another's disk: each rank's progress travels in the all-reduce that a step makes anyway, and a save
-advances when all ranks have reached the same state. At the end of a run, or before the next save,
-:meth:`PendingSaves.finish` waits for it; a synchronous save calls it at once.
+No rank waits for another rank's disk. The all-reduce that a step makes anyway also exchanges the progress of each rank,
+and a save advances when all ranks have reached the same state. At the end of a run, or before the next save,
+:meth:`PendingSaves.finish` waits for the save to complete. For a synchronous save this happens at once.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class SaveProgress(IntEnum):
 class SaveInProgress:
     """One save.
 
-    ``fence``: decides whether this start of the run may still complete checkpoints in the folder. ``entries``: index
-    entries known before anything is written, equal on all ranks. ``part``: this rank's files, which ``thread`` writes.
-    ``cancel``: makes the thread end soon.
+    ``fence``: decides whether this start of the run may still complete checkpoints in the folder. ``entries``: the
+    index entries that are known before anything is written, equal on all ranks. ``part``: the future of this rank's
+    files, which ``thread`` writes. ``cancel()`` makes the thread skip the files that are not written yet.
     """
 
     directory: Path
@@ -66,7 +66,7 @@ class SaveInProgress:
 
     @property
     def partial(self) -> Path:
-        """The folder that is being written."""
+        """The temporary folder into which the files are written."""
         return checkpoint.partial_folder(self.directory, self.step)
 
     @property
@@ -81,8 +81,8 @@ class SaveInProgress:
 
 
 class PendingSaves:
-    """The saves of one rank, at most one at a time. All ranks call each method together, except :attr:`progress` and
-    :meth:`abandon`."""
+    """The saves of one rank, at most one at a time. All ranks call each method together, except :attr:`progress`,
+    :attr:`threads` and :meth:`abandon`."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -120,8 +120,8 @@ class PendingSaves:
         self._save = save
 
     def advance(self, found: Sequence[float]) -> Path | None:
-        """Advance the save as far as all ranks allow; ``found`` is the progress of each rank. Return the checkpoint
-        once it is complete. Raises the first rank's error on all ranks."""
+        """Advance the save as far as all ranks allow. ``found``: the progress of each rank. Return the checkpoint once
+        it is complete. If a rank failed, all ranks raise its error."""
         if SaveProgress.FAILED in found and self._save is not None:
             self._save.cancel()
             self._parts(self._save)
@@ -134,7 +134,7 @@ class PendingSaves:
         return None
 
     def finish(self) -> Path | None:
-        """Wait for the pending save; return its checkpoint, or None if there is none."""
+        """Wait until the current save is complete, and return its checkpoint; None if there is no current save."""
         path = None
         if self._save is not None:
             if self._save.naming is None:
@@ -144,9 +144,8 @@ class PendingSaves:
         return path
 
     def trim(self, directory: Path, retention: Retention, step: int, *, leads: bool) -> None:
-        """Remove the checkpoints up to ``step`` that ``retention`` does not keep; an earlier start of the run may have
-        been killed before it removed them. Among ranks that share the directory, the one that ``leads`` removes them.
-        """
+        """Remove the checkpoints up to ``step`` that ``retention`` does not keep. There may be some if an earlier start
+        of the run was killed. ``leads``: this rank removes them, for all ranks that share the directory."""
         gone = self._superseded(directory, retention, step)
         if leads:
             checkpoint.remove(directory, gone)
@@ -163,7 +162,7 @@ class PendingSaves:
             self._removing.result()
 
     def _parts(self, save: SaveInProgress) -> list[WrittenParts]:
-        """Return the written files of each rank."""
+        """Return the list of the files that each rank has written."""
 
         def own() -> WrittenParts:
             if save.naming is not None:
@@ -184,7 +183,7 @@ class PendingSaves:
             save.naming.set_result(None)
 
     def _contents(self, save: SaveInProgress, parts: Sequence[WrittenParts]) -> dict[str, Any]:
-        """Return the index entries about the files."""
+        """Return the index entries that describe the files in ``parts``."""
         by_node = {
             name: self._mesh.nodes.name(rank)
             for rank, part in enumerate(parts)
@@ -219,7 +218,7 @@ class PendingSaves:
         return gone
 
     def _held_in(self, directory: Path, retention: Retention, step: int) -> dict[int, float | None]:
-        """Return the metric of each step whose checkpoint is on every node."""
+        """Return step → metric of the checkpoints that every node has."""
         if directory not in self._held:
             has_metric = retention.best > 0
 
@@ -238,14 +237,14 @@ class PendingSaves:
         return self._held[directory]
 
     def _together(self, call: Callable[[], Any]) -> list[Any]:
-        """Return the results of ``call`` on all ranks. If it fails on one, all ranks drop the save and raise that
+        """Return the results of ``call`` on all ranks. If it fails on one rank, all ranks drop the save and raise the
         error."""
         found: list[Any] = self._or_nothing(lambda: all_gather_result(call))
         return found
 
     def _or_nothing(self, call: Callable[[], Any]) -> Any:
-        """Return the result of ``call``, which all ranks call together. If it fails on any rank, the partial save is
-        removed."""
+        """Return the result of ``call``, a collective of all ranks. If it fails, remove the partial save and raise the
+        error."""
         try:
             return call()
         except ParallaxError:

@@ -1,4 +1,5 @@
-"""Check that a plan fits the model and that the runtime supports it; the planner supports more plans."""
+"""Check that a plan fits the model, and that the runtime supports it. The planner can make plans that the runtime does
+not support."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from parallax.plan.schedule import named
 
 
 def accepted(plan: Plan, chain: Chain) -> Plan:
-    """Return the plan, with its schedule looked up by name. Raises :class:`PlanError` for a plan of another model, or
+    """Return ``plan``, with its schedule looked up by name. Raises :class:`PlanError` for a plan of another model, or
     with features that the runtime lacks."""
     plan = replace(plan, schedule=named(plan.schedule.name, plan.schedule.group))
     if plan.blocks != len(chain.blocks) or plan.fingerprint != chain.fingerprint():
@@ -24,8 +25,8 @@ def accepted(plan: Plan, chain: Chain) -> Plan:
 
 
 def check_gathering(plan: Plan, rows: int) -> None:
-    """Raise :class:`PlanError` if, in a batch of ``rows`` rows, a backward would come before the forwards that its loss
-    needs."""
+    """Raise :class:`PlanError` if the plan gathers the loss over a batch of ``rows`` rows, but its schedule runs a
+    backward before all forwards are complete."""
     count = plan.micro_batches(rows)
     if plan.gather_loss and not plan.schedule.forwards_first(
         plan.pipeline_ranks, count, plan.interleave
@@ -37,8 +38,8 @@ def check_gathering(plan: Plan, rows: int) -> None:
 
 
 def shared_between_ranks(chain: Chain, plan: Plan) -> dict[str, list[int]]:
-    """Return parameter name → pipeline ranks, the first user's first, for the parameters that several pipeline ranks
-    hold."""
+    """Return parameter name → pipeline ranks, for each parameter that several pipeline ranks hold. The first user of
+    the parameter comes first."""
     shared = {}
     for name, users in chain.ties.items():
         stages = [

@@ -50,7 +50,7 @@ _SHARE = 0.5  # share of the free memory for copies of saved tensors
 
 
 class Saving:
-    """Saves and loads one rank's part of a checkpoint. ``later``: names of shared tensors, which an earlier rank
+    """Saves and loads one rank's part of a checkpoint. ``later``: names of the shared tensors that another rank
     saves."""
 
     def __init__(
@@ -80,9 +80,10 @@ class Saving:
         self.pending = PendingSaves(mesh)
 
     def usable(self, directory: Path) -> tuple[list[Path], list[str]]:
-        """Return the checkpoints in ``directory`` of which the nodes have all parts, the best one to resume from last,
-        and messages about the others. A checkpoint of a later start of the run counts as better. Files of interrupted
-        saves are removed. Raises :class:`CheckpointError` if there are checkpoints and none is complete."""
+        """Return the complete checkpoints in ``directory`` over all nodes, the best one to resume from last, and
+        messages about the others. A checkpoint of a later start of the run counts as better than any of an earlier
+        start. Files of interrupted saves are removed. Raises :class:`CheckpointError` if there are checkpoints but none
+        is complete."""
         fence, groups = self._fence_of(directory), self._groups_of(directory)
 
         def clean() -> None:
@@ -104,25 +105,26 @@ class Saving:
         self._fence_of(directory)
 
     def _fence_of(self, directory: Path) -> Fence:
-        """Return the fence (:class:`~parallax.runtime.parts.fence.Fence`) of this start of the run, created on the
-        first call."""
+        """Return the fence of this start of the run for ``directory`` (:class:`~parallax.runtime.parts.fence.Fence`).
+        It is created on the first call."""
         if self._fence is None:
             made = all_gather_result(lambda: Fence.new(directory))
             self._fence = max(made, key=lambda each: each.started)
         return self._fence
 
     def trim(self, directory: Path, step: int, retention: Retention) -> None:
-        """Remove the checkpoints in ``directory`` that ``retention`` does not keep. The checkpoint of ``step``, the
-        latest one, remains. All ranks call it after resuming from a checkpoint of an earlier start."""
+        """Remove the checkpoints in ``directory`` that ``retention`` does not keep. The latest one, of ``step``, always
+        remains. All ranks call it after resuming from a checkpoint of an earlier start of the run."""
         leads = self._groups_of(directory).leads
         self.pending.trim(directory, retention, step, leads=leads)
 
     def save(
         self, directory: Path, step: int, entries: dict[str, Any], retention: Retention = ALL_STAY
     ) -> Path:
-        """Write a checkpoint into ``directory`` and return its folder. If nodes do not share the folder, each node gets
-        its ranks' files. ``entries``: the caller's ``state``, and ``metrics``. ``retention`` selects the older
-        checkpoints to keep. Raises :class:`NonFiniteError` if a weight is NaN or Inf, and then leaves no files."""
+        """Write a checkpoint into ``directory`` and return its folder. If nodes do not share ``directory``, each node
+        writes the files of its own ranks. ``entries``: the caller's ``state`` and ``metrics``. ``retention`` selects
+        the older checkpoints to keep. Raises :class:`NonFiniteError` if a weight is NaN or Inf, and then leaves no
+        files."""
         self.begin(directory, step, entries, retention)
         path = self.pending.finish()
         assert path is not None
@@ -131,8 +133,8 @@ class Saving:
     def begin(
         self, directory: Path, step: int, entries: dict[str, Any], retention: Retention = ALL_STAY
     ) -> None:
-        """Start a save: return when the tensors are copied; :attr:`pending` writes them in the background. An earlier
-        save is finished first."""
+        """Start a save and return when the tensors are copied; :attr:`pending` then writes them in the background. An
+        earlier save is finished first."""
         self.pending.finish()
         self._report_left_out()
         # A copy: the caller may change its state while the checkpoint is written.
@@ -173,7 +175,7 @@ class Saving:
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """Index entries that identify model and plan, constant over a run."""
+        """Index entries that identify model and plan; they stay the same during a run."""
         return {
             "fingerprint": self._chain.fingerprint(),
             "structure": self._chain.structure(),
@@ -182,7 +184,8 @@ class Saving:
         }
 
     def _known(self, step: int, fence: Fence, marks: Sequence[dict[str, int]]) -> dict[str, Any]:
-        """Return the index entries that are known before anything is written; ``marks`` are those of each rank."""
+        """Return the index entries that are known before any tensor is written. ``marks``: for each rank, the checksums
+        of the tensors that checkpoints leave out."""
         return {
             "step": step,
             **self._identity,
@@ -201,7 +204,7 @@ class Saving:
         }
 
     def close(self) -> None:
-        """Release the memory for copies. The files of an unfinished save remain, as after an interruption."""
+        """Release the host memory for copies. The files of an unfinished save remain, as after an interruption."""
         self.pending.abandon()
         self._memory.close()
 
@@ -213,8 +216,8 @@ class Saving:
         return self._groups[directory]
 
     def _check_there(self, directory: Path) -> None:
-        """Raise if the parent folder was removed or moved: a new folder would hold only a part of the run but look
-        complete."""
+        """Raise :class:`CheckpointError` if the parent of ``directory`` was removed or moved. Otherwise a new folder
+        would be created that looks complete but holds only a part of the run."""
         above = self._above.get(directory)
         if above is not None and not above.is_dir():
             raise CheckpointError(
@@ -232,8 +235,8 @@ class Saving:
         self._reported = True
 
     def load(self, directory: Path) -> checkpoint.CheckpointReader:
-        """Load stage and optimizer from ``directory`` and return its reader. Nothing is changed before every rank has
-        checked its part."""
+        """Load stage and optimizer from ``directory``, and return the reader of the checkpoint. Nothing is changed
+        before every rank has checked its part."""
         reader = open_checkpoint(
             self._chain,
             self._stage,
@@ -251,8 +254,8 @@ class Saving:
         return reader
 
     def _writer(self, folder: Path, step: int, thread: ThreadPoolExecutor) -> PartWriter:
-        """Return the writer of this rank's part: the first replica writes the stage, the others write the states that
-        only they hold."""
+        """Return the writer of this rank's part. The first replica writes the stage; other replicas write the optimizer
+        states that only they hold."""
         replica, tensors = self._mesh.replica, self._stage.named_tensors()
 
         def check(name: str, value: Tensor) -> None:
@@ -274,7 +277,7 @@ class Saving:
         )
 
     def _copy(self, writer: PartWriter) -> dict[str, int]:
-        """Copy this rank's tensors into ``writer``; return the checksums of the tensors that checkpoints leave out."""
+        """Copy this rank's tensors into ``writer``. Return the checksums of the tensors that checkpoints leave out."""
         self._optimizer.finish()
         marks: dict[str, int] = {}
         first = self._mesh.replica == 0
@@ -297,13 +300,14 @@ class Saving:
 
 
 def snapshot_bytes(plan: Plan, mesh: Mesh) -> int:
-    """Return the bytes of host memory for a rank's copies of saved tensors: half of its host's free memory."""
+    """Return the bytes of host memory that a rank may use for copies of saved tensors: a half of the host's free
+    memory, divided among its ranks."""
     free = available_memory(mesh.nodes.local_count) - coming_bytes(plan, mesh)
     return max(0, int(free * _SHARE))
 
 
 def coming_bytes(plan: Plan, mesh: Mesh) -> int:
-    """Return the host memory that a rank will allocate later under its plan."""
+    """Return the bytes of host memory that a rank has not allocated yet, but will need under its plan."""
     predicted = plan.prediction.ranks[mesh.rank]
     due = predicted.peak_bytes if mesh.device.type == "cpu" else 0
     due += predicted.tier_peak_bytes if tier_named(plan.tier).in_ram else 0

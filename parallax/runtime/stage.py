@@ -1,4 +1,5 @@
-"""One stage on its device: its blocks, run one after another under their directives."""
+"""One stage on its device: runs its blocks one after another, and keeps, recomputes or offloads their activations as
+planned."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ _POSITIVE = 2**63 - 1
 def keep_resident(
     chain: Chain, indices: Sequence[int], share: float, blocks: Iterable[Iterable[nn.Parameter]]
 ) -> Stream:
-    """Build the ``blocks`` and return access to their parameters, which are all resident."""
+    """Build the ``blocks``, and return access to their parameters, all of which are resident."""
     del chain, indices, share
     return ResidentParameters(blocks)
 
@@ -54,8 +55,8 @@ def _no_wait(parameters: Iterable[nn.Parameter]) -> None:
 
 
 class MicroBatchContext(NamedTuple):
-    """The rows that a stage runs on: the index of the first one in the global batch, and their number. ``whole``: the
-    number of rows of the micro-batch over all replicas."""
+    """The rows that a stage runs on: the step, the index of the first row in the global batch, and the number of rows.
+    ``whole``: the number of rows of the micro-batch over all replicas."""
 
     step: int
     first: int
@@ -64,16 +65,17 @@ class MicroBatchContext(NamedTuple):
 
 
 class Stage(nn.Module):
-    """The blocks of one rank with real parameters: of one stage, or of all virtual stages of its pipeline rank.
+    """The blocks of one rank with real parameters: of its stage, or of all its virtual stages.
 
-    The random state of a block's forward depends only on (seed, step, first row, block). So a recomputed forward draws
+    The random state of a block's forward depends only on seed, step, first row and block. So a recomputed forward draws
     the same numbers, and so does another plan with the same micro-batches. Dropout is the same under every plan
     (:mod:`parallax.model.layers.dropout`). ``norms`` handles BatchNorms (:mod:`parallax.model.layers.norms`).
 
-    With ``compile`` each block's forward is compiled for any number of rows. Dispatch modes do not intercept the
-    operators of a compiled block: its backward is not split, and its dropout draws from the compiler's generator,
-    seeded alike. All offloaded activations of such a block are fetched at once, so the plan's swap limit must hold
-    them. Unless it ``trains``, no parameter requires a gradient.
+    With ``compile``, the forward of each block is compiled for any number of rows. A compiled block hides its operators
+    from dispatch modes. So its backward is not split, its dropout draws from the compiler's generator (seeded alike),
+    and its offloaded activations are fetched all at once, for which the plan's swap limit must be large enough.
+
+    Without ``trains``, no parameter requires a gradient.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class Stage(nn.Module):
             self._draws[place] = True
 
     def train(self, mode: bool = True) -> Stage:
-        """Set the mode; frozen BatchNorms stay in evaluation mode."""
+        """Set the training mode of all modules except frozen BatchNorms, which stay in evaluation mode."""
         super().train(mode)
         self.norms.freeze_statistics()
         return self
@@ -159,8 +161,8 @@ class Stage(nn.Module):
     def _make(
         self, chain: Chain, share: float, device: torch.device
     ) -> Iterator[list[nn.Parameter]]:
-        """Make the blocks in order and yield the parameters of each that are offloaded. The last blocks are offloaded,
-        except for parameters that other blocks share."""
+        """Make the blocks in order, and yield for each block the parameters that are offloaded. The last blocks are
+        offloaded, except for parameters that other blocks share."""
         sizes = [
             sum(p.nbytes for p in offloadable(chain, index, chain.blocks[index].module, device))
             for index in self._indices
@@ -175,7 +177,8 @@ class Stage(nn.Module):
             trim_freed_memory()  # frees a block's temporary memory before the next block is made
 
     def _check_share(self, chain: Chain, share: float) -> None:
-        """Raise :class:`PlanError` if more parameter bytes stay on the device than the plan counts."""
+        """Raise :class:`PlanError` if more parameter bytes stay on the device than the plan counts, because some cannot
+        be offloaded."""
         may_go = {
             p
             for i, block in zip(self._indices, self.blocks)
@@ -195,14 +198,15 @@ class Stage(nn.Module):
             )
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Model-wide name → parameter or buffer; a shared parameter has one entry."""
+        """Name in the model → parameter or buffer. A shared parameter has one entry."""
         states = {
             i: block.state_dict(keep_vars=True) for i, block in zip(self._indices, self.blocks)
         }
         return {name: states[i][inner] for name, (i, inner) in self._names.items()}
 
     def parameters_of(self, stage: int) -> Sequence[nn.Parameter]:
-        """Return the parameters of one of this rank's stages. A parameter that two stages share belongs to both."""
+        """Return the parameters of stage number ``stage``, one of this rank's. A parameter that two stages share
+        belongs to both."""
         return self._owned[stage]
 
     def held(self) -> list[Tensor]:
@@ -222,7 +226,7 @@ class Stage(nn.Module):
         return self.offloaded.holds_memory_of(tensor)
 
     def values(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield model-wide name, parameter or buffer, and its value, block by block; values of offloaded parameters are
+        """Yield (name in the model, parameter or buffer, its value), block by block. Values of offloaded parameters are
         read from the tier."""
         offloaded: dict[Tensor, Tensor] = {}
         for name, tensor in self.named_tensors().items():
@@ -234,7 +238,7 @@ class Stage(nn.Module):
             yield name, tensor, offloaded.get(tensor, tensor.detach())
 
     def assign(self, values: Iterable[tuple[str, Tensor, Tensor]]) -> None:
-        """Set new values, in the order and form of :meth:`values`."""
+        """Set new ``values``, in the same order and form as :meth:`values` yields them."""
         offloaded: dict[Tensor, Tensor] = {}
         for name, tensor, value in values:
             if not self.is_offloaded(tensor):
@@ -253,12 +257,13 @@ class Stage(nn.Module):
         return tensor.grad
 
     def hold_gradients(self, stage: int, hold: bool) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a backward of ``stage`` (:meth:`OffloadedParameters.hold_gradients`). ``hold`` has no
-        effect for a stage of several blocks, because other blocks run between two backwards of a block."""
+        """Return the context in which a backward of ``stage`` runs (:meth:`OffloadedParameters.hold_gradients`).
+        ``hold`` has no effect for a stage of several blocks, because other blocks run between two backwards of a
+        block."""
         return self.offloaded.hold_gradients(hold and len(self._parts[stage]) == 1)
 
     def norm_terms(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Return tensors for torch.nn.utils.get_total_norm whose total norm is that of the gradients of ``tensors``."""
+        """Return tensors whose torch.nn.utils.get_total_norm equals that of the gradients of ``tensors``."""
         trained = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
         return self.offloaded.norm_terms(trained)
 
@@ -267,8 +272,8 @@ class Stage(nn.Module):
         self._wait_for = wait
 
     def skip(self) -> None:
-        """Wait for the weights of all blocks, as a forward would. A rank that has no rows calls it instead of a
-        forward, because its gradients are used next."""
+        """Wait for the weights of all blocks, as a forward would. A rank without rows calls it in place of a forward,
+        because its gradients are used next."""
         self._wait_for(self.parameters())
 
     def run(
@@ -281,9 +286,9 @@ class Stage(nn.Module):
         swap: tuple[SwapManager, Selector] | None,
         weight_gradients: WeightGradStore | None = None,
     ) -> tuple[Tensor, ...]:
-        """Run the forward of one of this rank's stages. ``swap`` opens offloading for ``micro``. ``weight_gradients``
-        defers the weight gradients of blocks that keep their activations; an offloaded or recomputed block would have
-        to hold its activations until then."""
+        """Run the forward of stage number ``stage``. ``swap`` offloads activations of micro-batch ``micro``.
+        ``weight_gradients`` defers the weight gradients of blocks that keep their activations; for an offloaded or
+        recomputed block, deferring would hold the activations in memory."""
         training = torch.is_grad_enabled()
         if training and not self._dense:
             make_gradients_dense(self.named_tensors())
@@ -323,7 +328,7 @@ class Stage(nn.Module):
         where: MicroBatchContext,
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Run the first or the repeated forward of a block that is recomputed."""
+        """Run the forward of a block that is recomputed: the original forward, or its repetition in the backward."""
         if place not in self._changing:
             self._changing[place] = ChangingBuffers(
                 self._by_place[place],
@@ -343,9 +348,9 @@ class Stage(nn.Module):
     def _run_copies(
         self, copy: bool, place: int, where: MicroBatchContext, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run a block that will be recomputed. Its inputs must stay unchanged, so a block that changes them in place
-        gets copies; the first run detects that. Both runs of a micro-batch copy or neither does: a copy may have
-        other strides, for which a compiled block would run another program and save other tensors."""
+        """Run a block that will be recomputed, whose inputs must therefore stay unchanged. A block that changes its
+        inputs in place gets copies; its first run detects this. Either both runs of a micro-batch copy or neither does:
+        a copy may have other strides, for which a compiled block would run another program and save other tensors."""
         if not copy:
             return self._run_block(place, where, None, *inputs)
         copies = [tensor.clone() for tensor in inputs]
@@ -355,8 +360,8 @@ class Stage(nn.Module):
         return outputs
 
     def _seed_of(self, place: int, where: MicroBatchContext) -> int:
-        """Return the seed of a block for one micro-batch. Seeds of different steps and blocks are unrelated; those of a
-        block's micro-batches differ by multiples of ``_ODD``."""
+        """Return the seed of a block for one micro-batch. Seeds of different steps and blocks are unrelated. Within a
+        step, the seeds of a block differ by multiples of ``_ODD``."""
         if where.step != self._seeded:
             self._seeds = [block_seed(self._seed, where.step, index) for index in self._indices]
             self._seeded = where.step
@@ -389,7 +394,8 @@ class Stage(nn.Module):
 
 
 def _relieve_in_backward(outputs: tuple[Tensor, ...]) -> None:
-    """Make the backward of the block that made ``outputs`` call :func:`relieve_memory` first, as its forward does."""
+    """Make the backward of a block call :func:`relieve_memory` first, as its forward does. ``outputs``: the block's
+    outputs."""
     node = next((tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None), None)
     if node is not None and memory_is_bounded():
         node.register_prehook(_relieve)
@@ -403,8 +409,8 @@ def _relieve(gradients: tuple[Tensor, ...]) -> None:
 def offloadable(
     chain: Chain, index: int, block: nn.Module, device: torch.device
 ) -> list[nn.Parameter]:
-    """Return the parameters of ``block``, the chain's block ``index``, that may be offloaded from ``device``: those
-    that no other block uses and that are not in a shared buffer."""
+    """Return the parameters that may be offloaded from ``device`` among those of ``block``, the chain's block
+    ``index``: parameters that no other block uses and that are not in a shared buffer."""
     stay = recurrent_weights(block) if flattens_weights(device) else set()
     stay |= {
         block.get_parameter(name)
@@ -416,14 +422,14 @@ def offloadable(
 
 
 def first_offloaded(sizes: Sequence[int], share: float) -> int:
-    """Return how many of the first blocks can stay resident if the others must hold at least a fraction ``share`` of
-    all bytes. ``sizes``: the bytes of each block."""
+    """Return how many of the first blocks can stay resident if the other blocks must hold at least a fraction ``share``
+    of all bytes. ``sizes``: the bytes of each block."""
     resident = (1 - share) * sum(sizes)
     return sum(1 for end in accumulate(sizes) if end <= resident)
 
 
 def seed_block(device: torch.device, seed: int) -> None:
-    """Seed the generator that a block on ``device`` draws from (torch.manual_seed costs 70 times as much)."""
+    """Seed the generator that blocks on ``device`` draw from. torch.manual_seed would cost 70 times as much."""
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         accelerator_of(device).generator(device.index or 0).manual_seed(seed)

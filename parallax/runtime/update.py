@@ -29,13 +29,13 @@ from parallax.runtime.stage import Stage
 class Update:
     """Updates one rank's stage at the end of a step.
 
-    ``factor``: step → the factor of all learning rates; reports multiply it by ``lr``. ``groups``: the groups of all
-    parameters. ``later``: names of shared parameters that another rank includes in the gradient norm. ``losses``: the
-    loss calls on this rank. ``read`` is called before the host reads the loss from the device, to copy other numbers
-    with it.
+    ``factor(step)`` returns the factor of all learning rates; ``rate`` is ``lr`` times this factor. ``groups``: the
+    parameter groups. ``later``: names of shared parameters that another rank includes in the gradient norm. ``losses``:
+    returns the losses that this rank has computed. ``read`` is called before the host reads the loss from the device,
+    so that other numbers can be copied at the same time.
 
-    After each :meth:`run`, ``loss``, ``norm`` and ``verdict`` describe the step, equal on all ranks, and ``rate`` is
-    its learning rate. ``rows`` compares the batches of all ranks.
+    After each :meth:`run`, ``loss``, ``norm``, ``verdict`` and ``rate`` describe the step, and are equal on all ranks.
+    ``rows`` compares the batches of all ranks.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class Update:
         self._batch, self._numbers = batch, self.rows.numbers(batch)
 
     def _measure(self, loss: Tensor) -> tuple[dict[str, Tensor], list[float]]:
-        """Set ``loss`` and ``norm``, summed over all ranks. Return the tensors by name that this rank includes in the
-        norm, and the summed row digests."""
+        """Set ``loss`` and ``norm`` to the sums over all ranks. Return name → tensor for the tensors that this rank
+        includes in the norm, and the summed row digests."""
         tensors = self._stage.named_tensors() if self._mesh.replica == 0 else {}
         owned = {name: tensor for name, tensor in tensors.items() if name not in self._later}
         # The only synchronization of host and device in a step.
@@ -93,8 +93,8 @@ class Update:
         return owned, sums
 
     def run(self, step: int, loss: Tensor) -> None:
-        """Update the weights after ``step``, or drop its gradients, as all ranks agree; ``loss`` is this rank's share.
-        Raises :class:`~parallax.errors.DataError` if ranks have different batches."""
+        """Update the weights after ``step``, or drop the gradients; all ranks decide the same. ``loss``: this rank's
+        part of the loss. Raises :class:`~parallax.errors.DataError` if ranks have different batches."""
         batch, self._batch = self._batch, None
         assert batch is not None
         self._optimizer.finish()  # an error of the last step is raised before the all-reduce

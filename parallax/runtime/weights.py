@@ -1,4 +1,4 @@
-"""The weights of a stage from a checkpoint that was saved under any plan."""
+"""Load the weights of a stage from a checkpoint that was saved under any plan."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def open_checkpoint(
     averaged: bool = False,
 ) -> CheckpointReader:
     """Return the reader of a checkpoint, after every rank has checked the tensors that its ``stage`` needs. All ranks
-    call it. ``averaged``: it reads averages in place of the weights that have one."""
+    call it. ``averaged``: if a weight has an average, the reader reads that instead."""
     left_out, names = chain.left_out, saved_tensors(chain, stage)
     collect(directory, names, groups)
 
@@ -71,7 +71,7 @@ def saved_tensors(chain: Chain, stage: Stage) -> dict[str, Tensor]:
 
 def _loaded(chain: Chain, stage: Stage, held: HeldMasters) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield (name, tensor, new value) for the stage's tensors that the checkpoint holds. An offloaded block is written
-    as a whole, so its other tensors are yielded too, with their present values."""
+    as a whole, so its other tensors are also yielded, with their present values."""
     if not chain.left_out:
         for name, tensor in stage.named_tensors().items():
             yield name, tensor, held.weight(name, tensor).to(tensor.dtype)

@@ -1,7 +1,8 @@
-"""Offload tiers, and the manager that moves saved activations to them and back.
+"""Offload activations, optimizer states and parameters from the device to host memory or disk.
 
-``parallax.swap`` is this package and, called, :func:`parallax.swap.lms.scope.swap`: Large Model Support in any
-loop."""
+``parallax.swap`` is this package and can also be called: it then is :func:`parallax.swap.lms.scope.swap`, which brings
+offloading (Large Model Support) into any training loop.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys of ``swap``: settings of the offload tiers."""
+"""The configuration group ``swap``: settings of offloading."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SwapConfig:
 
     @property
     def offloads(self) -> bool:
-        """Whether the planner may offload anything."""
+        """Whether the planner may offload at all."""
         return self.tier != NONE.name
 
     def smallest_bytes(self, kind: str) -> int:
@@ -56,12 +56,15 @@ class SwapConfig:
         return usual_smallest(kind) if self.minimum_bytes == AUTO else int(self.minimum_bytes)
 
     def delay(self) -> Callable[[], float]:
-        """Return a function that gives the seconds by which a transfer is delayed, for
-        :func:`~parallax.machine.device.copies_for` and :meth:`open_store`."""
+        """Return a function that returns seconds by which a transfer is delayed: random ones with ``verify``, otherwise
+        0.
+
+        It is an argument of :func:`~parallax.machine.device.copies_for` and :meth:`open_store`.
+        """
         return Delays() if self.verify else no_delay
 
     def open_store(self, tier: str, capacity: int, copies: CopyEngine, directory: Path) -> Store:
-        """Open the store of one rank in a tier; ``directory`` is used if ``swap.directory`` is auto."""
+        """Open the store of one rank in ``tier``. ``directory`` is used if the setting ``swap.directory`` is auto."""
         return open_store(
             StoreRequest(
                 tier=tier_named(tier),
@@ -76,13 +79,16 @@ class SwapConfig:
 
 
 def usual_smallest(kind: str) -> int:
-    """Bytes of the smallest tensor worth offloading from a device of ``kind``. Offload costs about 90 µs of Python
-    per tensor, in which a CPU copies half a MiB, and an accelerator several MiB."""
+    """Return the bytes of the smallest tensor that is worth offloading from a device of ``kind``.
+
+    Offloading costs about 90 µs of Python per tensor. In that time a CPU copies half a MiB, and an accelerator several
+    MiB.
+    """
     return 2**16 if kind == "cpu" else 2**20
 
 
 def _whole(key: str, value: int | str) -> int | None:
-    """Return a setting as the policy expects it, with None for auto."""
+    """Return a setting as a number, or None for auto."""
     if value == "auto":
         return None
     if isinstance(value, bool) or not isinstance(value, int):

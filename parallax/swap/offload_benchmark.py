@@ -1,8 +1,8 @@
-"""Offload micro-benchmark: offloads one block's saved activations and reads them back, as in a run.
+"""Measure how much offloading slows down a block: its activations are offloaded and read back, as in a run.
 
-From it a profile gets the seconds by which offloading slows a block's computing down, without waits for transfers.
-Hooks and the manager's bookkeeping cost time per tensor. Threads that copy share memory, caches and the interpreter's
-lock with the computing thread.
+The profile stores the extra seconds of the block's computation, without waits for transfers. Hooks and the swap
+manager's bookkeeping cost time per tensor. Threads that copy share memory, caches and the interpreter lock with the
+computing thread.
 """
 
 from __future__ import annotations
@@ -30,21 +30,24 @@ _WRITE_SECONDS = 10.0  # limit for writing one block's activations on any disk
 
 
 class OffloadBenchmark:
-    """The benchmark of one block."""
+    """The measurement of one block."""
 
     def __init__(self, manager: SwapManager, selector: Selector, copies: CopyEngine) -> None:
         self._manager, self._selector, self._micro = manager, selector, 0
         self._copies = copies
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return the hooks context for the block's forward. Each context counts as one micro-batch of the swap
-        manager."""
+        """Return the saved-tensor hooks for one forward of the block, which
+        counts as one micro-batch of the swap manager.
+        """
         self._micro += 1
         return offloading(self._manager, self._selector, self._micro)
 
     def bring_back(self) -> None:
-        """Wait until all activations are written, prefetch them, and synchronize the device, so that later waits are
-        not measured as computing."""
+        """Wait until all activations are written, prefetch them, and wait for the device.
+
+        Then the backward that follows waits for no transfer.
+        """
         until = time.monotonic() + _WRITE_SECONDS
         while self._manager.resident_bytes > 0:
             if time.monotonic() > until:
@@ -57,7 +60,7 @@ class OffloadBenchmark:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that the store holds now."""
+        """Bytes in the store now."""
         return self._manager.stored_bytes
 
     @property
@@ -68,8 +71,11 @@ class OffloadBenchmark:
 
 @dataclass(frozen=True)
 class OffloadBenchmarks:
-    """Creates benchmarks in the tier of a run, with its settings. Their swap files are in a temporary folder in
-    ``directory`` (or its nearest existing parent), because a swap folder belongs to one run."""
+    """Creates benchmarks in the offload tier of a run, with its settings.
+
+    Swap files are in a temporary folder in ``directory`` (or its nearest existing parent), because a swap folder
+    belongs to one run.
+    """
 
     tier: str
     config: SwapConfig
@@ -77,7 +83,10 @@ class OffloadBenchmarks:
 
     @contextlib.contextmanager
     def of(self, block: nn.Module, moved: int, device: torch.device) -> Iterator[OffloadBenchmark]:
-        """A context with the benchmark of ``block``, which saves ``moved`` bytes that may be offloaded."""
+        """A context with the benchmark of ``block``.
+
+        ``moved`` is the bytes of saved activations that may be offloaded.
+        """
         capacity, config = 2 * moved + _SPARE_BYTES, replace(self.config, directory="auto")
         with self._folder() as folder:
             copies = copies_for(device)

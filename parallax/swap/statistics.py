@@ -1,4 +1,4 @@
-"""Statistics of a swap manager: bytes, seconds, and why tensors were evicted or kept."""
+"""Statistics of a swap manager: bytes, seconds, and the reasons why tensors were evicted or kept."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class SwapStatistics:
     """Statistics in bytes and seconds since the last
     :meth:`~parallax.swap.activations.manager.SwapManager.take_statistics`.
 
-    ``bytes_out`` and ``bytes_in`` count finished transfers, ``bytes_cancelled`` cancelled writes.
-    ``transfer_seconds`` is the sum of the durations of all transfers; ``stall_seconds`` is the time that the
-    training thread waited for them, including their time in the queue. ``limit_bytes`` is the manager's budget.
-    ``pinned_waste_bytes`` is memory that the tier allocated beyond the requested bytes. ``samples`` are (seconds
-    of ``time.perf_counter``, bytes on the device, bytes in the tier) at every change, thinned to at most 2,000.
-    ``decisions`` counts saved tensors: reason → (tensors, bytes).
+    ``bytes_out`` and ``bytes_in`` count finished transfers to and from the store, and ``bytes_cancelled`` counts
+    cancelled writes. ``transfer_seconds`` is the sum of the durations of all transfers. ``stall_seconds`` is the time
+    that the training thread waited for transfers, including their time in the queue. ``limit_bytes`` is the manager's
+    budget. ``pinned_waste_bytes`` is memory that the store allocated beyond the requested bytes. ``samples`` are
+    (seconds of ``time.perf_counter``, bytes on the device, bytes in the store) at every change, thinned to at most
+    2,000. ``decisions`` maps each reason for evicting or keeping tensors to (number of tensors, bytes).
     """
 
     bytes_out: int = 0
@@ -54,7 +54,7 @@ class SwapStatistics:
         return min(1.0, max(0.0, 1 - self.stall_seconds / self.transfer_seconds))
 
     def columns(self) -> dict[str, float]:
-        """Return the statistics of this rank as named numbers, for the report of a step."""
+        """Return the statistics of this rank as named numbers for the report of a step."""
         return {
             "stall_seconds": self.stall_seconds,
             "transfer_seconds": self.transfer_seconds,
@@ -71,7 +71,7 @@ class SwapStatistics:
         return found
 
     def add(self, new: SwapStatistics) -> None:
-        """Merge the statistics ``new``, of a later period: counts are added, and of held bytes the maximum is kept."""
+        """Merge ``new``, the statistics of a later period: counts are added, and the maximum of held bytes is kept."""
         for name in [each.name for each in fields(new)]:
             value = getattr(new, name)
             if name in _HELD:
@@ -89,8 +89,10 @@ class SwapStatistics:
             self.sample(*sample)
 
     def sample_is_due(self) -> bool:
-        """Whether to record this change. Every ``_every``-th is recorded; the interval doubles if there are too many
-        samples."""
+        """Return whether to record a sample at this change of the held bytes.
+
+        Every ``_every``-th change is recorded. The interval doubles when there are too many samples.
+        """
         self._skipped += 1
         return self._skipped >= self._every
 
@@ -99,7 +101,7 @@ class SwapStatistics:
             self.append_sample(seconds, device_bytes, tier_bytes)
 
     def append_sample(self, seconds: float, device_bytes: int, tier_bytes: int) -> None:
-        """Append a sample: time, bytes on the device, bytes in the tier."""
+        """Append a sample: time, bytes on the device, bytes in the store."""
         self._skipped = 0
         self.samples.append((seconds, device_bytes, tier_bytes))
         if len(self.samples) >= _MOST_SAMPLES:

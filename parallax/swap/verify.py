@@ -1,8 +1,8 @@
-"""Verify transfers at run time (``swap.verify``) with random delays and checksums.
+"""Detect missing waits and bad memory in transfers (``swap.verify``), with random delays and checksums.
 
-A missing wait rarely shows, because a copy is usually faster than the code that should wait for it. So every
-transfer may be delayed, memory to read into is filled with a pattern first, and the checksum of each storage is
-compared on the thread and the stream that use it next.
+A missing wait rarely shows, because a copy is usually faster than the code that should wait for it. So every transfer
+may be delayed, memory to read into is filled with a pattern first, and the checksum of each storage is compared on the
+thread and the stream that use it next.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from torch import Tensor
 
 
 def checksum(tensor: Tensor) -> int:
-    """Return the sum of the bytes of ``tensor``, of any type and on any device; waits for the device."""
+    """Return the sum of the bytes of ``tensor``, of any dtype and on any device, after waiting for the device."""
     return int(sum_bytes(tensor))
 
 
 def sum_bytes(tensor: Tensor) -> Tensor:
-    """Return the sum of the bytes as a tensor on the device, computed in stream order, so that the check hides no
-    race."""
+    """Return the sum of the bytes as a tensor on the device.
+
+    It does not wait for the device, because a wait could hide a race.
+    """
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % 8:
         flat = flat.clone()
@@ -29,8 +31,7 @@ def sum_bytes(tensor: Tensor) -> Tensor:
 
 
 class Delays:
-    """A callable that returns the random seconds, from ``seed``, by which the next transfer is delayed. Any thread may
-    call it."""
+    """A thread-safe callable that returns random seconds by which to delay the next transfer, drawn from ``seed``."""
 
     def __init__(self, seed: int = 0, most_seconds: float = 0.003) -> None:
         self._generator, self._most = random.Random(seed), most_seconds

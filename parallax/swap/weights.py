@@ -1,7 +1,7 @@
-"""How an optimizer step accesses the weights and gradients of a bucket, in any memory.
+"""The interface through which an optimizer step accesses the weights and gradients of a bucket, in any memory.
 
-Two-byte weights are stepped as fp32 copies, the masters, and rounded afterwards: so that small updates, which bfloat16
-would round away, add up. Masters are made from the weights at the first step.
+Two-byte weights are stepped as fp32 copies (master weights) and rounded afterwards. So small updates, which bfloat16
+would round away, add up. Master weights are created from the weights at the first step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LANES = 64  # elements; kernels round a last, partial vector differently: split
 
 
 class ParameterSegment(NamedTuple):
-    """A segment of a parameter: elements ``start`` to ``stop`` of the flattened parameter."""
+    """Elements ``start`` to ``stop`` of a flattened parameter."""
 
     parameter: nn.Parameter
     start: int
@@ -40,10 +40,10 @@ def aligned_runs(
     split: bool,
     size: Callable[[ParameterSegment], int] | None = None,
 ) -> Iterator[list[ParameterSegment]]:
-    """Yield ``parameters`` in order as runs of segments, each of one ``kind`` and at most ``run_bytes`` long.
+    """Yield ``parameters`` in order, divided into runs of segments of at most ``run_bytes``, each run of one ``kind``.
 
-    ``size`` gives the bytes of a segment; by default its own bytes. Without ``split``, and for parameters that are
-    not contiguous, a parameter is in one run as a whole, which may then be longer than ``run_bytes``.
+    ``size`` returns the bytes that a segment counts; by default the bytes of its weights. Without ``split``, and for
+    parameters that are not contiguous, a parameter is not divided, so its run may be longer than ``run_bytes``.
     """
     run: list[ParameterSegment] = []
     free, known = 0, None
@@ -67,11 +67,12 @@ def aligned_runs(
 
 
 class BucketWeights(Protocol):
-    """The weights and gradients of one bucket, and the access of a step to them.
+    """The interface to the weights and gradients of one bucket during a step.
 
-    In a step of the host optimizer, ``reduced``, ``commit`` and ``wait`` are called on the main thread. The others
-    are called on the optimizer's thread in the order ``tensors_to_step``, ``round_masters``, ``exchange_tensors``,
-    ``publish``; if another replica steps the bucket, only the last two are called."""
+    In a step of the host optimizer, ``reduced``, ``commit`` and ``wait`` are called on the main thread. The others are
+    called on the optimizer's thread in the order ``tensors_to_step``, ``round_masters``, ``exchange_tensors``,
+    ``publish``. If another replica steps the bucket, only ``exchange_tensors`` and ``publish`` are called.
+    """
 
     @property
     def segments(self) -> Sequence[ParameterSegment]:
@@ -79,33 +80,38 @@ class BucketWeights(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """The device of the step."""
+        """The device on which the bucket is stepped."""
 
     @property
     def kept(self) -> list[Tensor | None]:
-        """The master weights of each segment, which are to be stored with the optimizer states. An entry is None if the
-        master does not exist yet or has been stored. The list is empty if the bucket has no masters or stores them
-        itself."""
+        """The master weights of each segment that are to be stored with the optimizer states.
+
+        An entry is None if the master does not exist yet or has been stored. The list is empty if the bucket has no
+        masters or stores them itself.
+        """
 
     def reduced(self) -> None:
         """Begin to copy the gradients, which are final, to the host."""
 
     def commit(self, unused: Event) -> None:
-        """Begin a step. After the event ``unused`` the device does not use weights and gradients until the step has
-        ended."""
+        """Begin a step.
+
+        After the event ``unused``, the device uses no weights or gradients until the step has ended.
+        """
 
     def tensors_to_step(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Return the weights and gradients of each segment, on the device of the step."""
+        """Return the weights and the gradient of each segment, on the device on which the bucket is stepped."""
 
     def round_masters(self) -> None:
-        """Round the stepped masters to the parameters' type."""
+        """Round the new master weights to the parameters' dtype."""
 
     def exchange_tensors(self) -> list[Tensor]:
-        """Return the new weights of each segment in the parameters' type: to send to other replicas, or to receive
-        into."""
+        """Return the new weights of each segment in the parameters' dtype,
+        to send to other replicas or to receive into.
+        """
 
     def publish(self) -> None:
-        """Begin to copy the new weights to the device, and zero the gradients."""
+        """Begin to copy the new weights to the device, and set the gradients to zero."""
 
     def wait(self) -> None:
         """Make the device's current stream wait for the new weights."""
@@ -114,18 +120,20 @@ class BucketWeights(Protocol):
         """Discard gradients that were copied or are being copied, because no step follows."""
 
     def reset(self) -> None:
-        """Discard an unfinished step; the weights on the device are valid."""
+        """Discard an unfinished step. The weights on the device are valid."""
 
     def masters(self) -> list[Tensor | None]:
-        """Return the master weights of each segment; None if they do not exist."""
+        """Return the master weights of each segment. The list is empty, or an entry None, if they do not exist."""
 
     def restore(self, index: int, master: Tensor | None) -> None:
-        """Set the ``master`` of one segment. The caller has already set the weights on the device; None: derive the
-        master from them."""
+        """Set the ``master`` weights of one segment; None derives them from the weights.
+
+        The caller has already set the weights on the device.
+        """
 
 
 class ResidentWeights:
-    """Weights that are stepped in place; the master copies of two-byte weights are on the same device."""
+    """Weights that are stepped in place. Master weights of two-byte weights are on the same device."""
 
     def __init__(self, segments: Sequence[ParameterSegment]) -> None:
         self.segments = segments
@@ -135,13 +143,13 @@ class ResidentWeights:
         )
 
     def reduced(self) -> None:
-        """No-op: gradients are on the device of the step."""
+        """No-op: gradients are already on the device of the step."""
 
     def commit(self, unused: Event) -> None:
         """No-op: weights are changed in place."""
 
     def tensors_to_step(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Return the parameters and gradients, or the masters and widened gradients."""
+        """Return the parameters and gradients, or the master weights and the gradients in full precision."""
         weights, gradients = (
             self.exchange_tensors(),
             [_gradient(segment) for segment in self.segments],
@@ -159,7 +167,7 @@ class ResidentWeights:
         ]
 
     def round_masters(self) -> None:
-        """Round new masters to the parameters' type."""
+        """Round the new master weights to the parameters' dtype."""
         masters = [master for master in self.kept if master is not None]
         if masters:
             copy_to_each(self.exchange_tensors(), masters)
@@ -168,7 +176,7 @@ class ResidentWeights:
         return [part_of(segment.parameter.detach(), segment) for segment in self.segments]
 
     def publish(self) -> None:
-        """Zero the gradients. The weights were stepped in place, so nothing is copied."""
+        """Set the gradients to zero. The weights were stepped in place, so nothing is copied."""
         _zero_gradients(self.segments)
 
     def wait(self) -> None:
@@ -178,7 +186,7 @@ class ResidentWeights:
         """No-op: no gradient was copied."""
 
     def reset(self) -> None:
-        """Drop the masters, of which an unfinished step may have changed a part."""
+        """Drop the master weights, because an unfinished step may have changed some of them."""
         self.kept = [None] * len(self.kept)
 
     def masters(self) -> list[Tensor | None]:
@@ -190,10 +198,10 @@ class ResidentWeights:
 
 
 class CopiedWeights:
-    """Weights that the host steps as full-precision copies, because they are on a device or their type is too short.
+    """Weights that are stepped as full-precision copies on the host.
 
-    ``place`` is pinned memory of the size of the weights. Gradients are copied into it; after they are used, the
-    new weights are copied from it to the device.
+    The originals are on a device, or their dtype has too little precision. ``place`` is pinned memory of the size of
+    the weights. Gradients are copied into it, and after the step the new weights are copied from it to the device.
     """
 
     def __init__(
@@ -214,11 +222,14 @@ class CopiedWeights:
 
     @property
     def kept(self) -> list[Tensor | None]:
-        """The master weights. Empty if the step uses the weights' own type: then the copies stay in memory."""
+        """The master weights, which are stored with the optimizer states.
+
+        Empty if the weights are stepped in their own dtype, because the copies then stay in memory.
+        """
         return self._master if self._dtype is not self.segments[0].parameter.dtype else []
 
     def reduced(self) -> None:
-        """Begin to copy the gradients while the backward runs, if this replica steps them."""
+        """Begin to copy the gradients to the host while the backward runs, if this replica steps them."""
         if not self._owned:
             return
         pairs = [
@@ -230,12 +241,13 @@ class CopiedWeights:
         ]
 
     def commit(self, unused: Event) -> None:
-        """Remember ``unused``: copies to the device are ordered after it, not after later work such as the next
-        forward."""
+        """Remember ``unused``, so that copies to the device wait for this event
+        and not for later work such as the next forward.
+        """
         self._unused = unused
 
     def tensors_to_step(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Return the weights' copies, and the gradients in the type of the copies."""
+        """Return the copies of the weights, and the gradients in the same dtype."""
         for event in self._copied_gradients:
             event.wait_host()
         have = [segment.parameter.grad is not None for segment in self.segments]
@@ -246,7 +258,7 @@ class CopiedWeights:
         return list(zip(self._copied(), gradients))
 
     def round_masters(self) -> None:
-        """Round the copies to the parameters' type."""
+        """Round the copies to the parameters' dtype."""
         for place, master in zip(self.exchange_tensors(), self._master):
             assert master is not None
             place.copy_(master)
@@ -276,15 +288,19 @@ class CopiedWeights:
             event.wait_stream()
 
     def skip(self) -> None:
-        """Discard the copied gradients. The device's stream waits for the copies, so that it changes no gradient that
-        is still being copied."""
+        """Discard the copied gradients.
+
+        The device's stream waits for running copies, so that it changes no gradient that is still being copied.
+        """
         for event in self._copied_gradients:
             event.wait_stream()
         self._copied_gradients = []
 
     def reset(self) -> None:
-        """Drop the copies, because an unfinished step may have changed some of them. The device's stream waits for
-        running copies, so that they cannot overwrite weights that are set next."""
+        """Drop the copies, because an unfinished step may have changed some of them.
+
+        The device's stream waits for running copies, so that they cannot overwrite weights that are set next.
+        """
         self.skip()
         self.wait()
         self._master = [None] * len(self.segments)
@@ -293,11 +309,11 @@ class CopiedWeights:
         return self.kept
 
     def restore(self, index: int, master: Tensor | None) -> None:
-        """Set the copy of one segment to ``master``; None: copy it from the device at the next step."""
+        """Set the copy of one segment to ``master``; None copies it from the device at the next step."""
         self._master[index] = master
 
     def _copied(self) -> list[Tensor]:
-        """Return the copy of each segment, made from the device's weights if there is none yet."""
+        """Return the copy of each segment. A missing copy is made from the device's weights."""
         found = []
         for index, (segment, place) in enumerate(zip(self.segments, self.exchange_tensors())):
             master = self._master[index]
@@ -311,17 +327,17 @@ class CopiedWeights:
 
 
 def bytes_of(segment: ParameterSegment) -> int:
-    """Bytes of a segment's weights."""
+    """Return the bytes of a segment's weights."""
     return (segment.stop - segment.start) * segment.parameter.element_size()
 
 
 def stepped_in(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which weights of ``dtype`` are stepped."""
+    """Return the dtype in which weights of ``dtype`` are stepped."""
     return torch.float32 if dtype in _LOW_PRECISION else dtype
 
 
 def _full(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of ``tensors``, all of one type, in full precision and with unchanged memory layout."""
+    """Return copies of ``tensors``, which have one dtype, in full precision and with unchanged memory layout."""
     copies = [torch.empty_like(tensor, dtype=stepped_in(tensor.dtype)) for tensor in tensors]
     if copies:
         copy_to_each(copies, list(tensors))
@@ -329,7 +345,7 @@ def _full(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def part_of(tensor: Tensor, segment: ParameterSegment) -> Tensor:
-    """Return the segment's elements of ``tensor``; the tensor itself if the segment is whole."""
+    """Return the segment's elements of ``tensor``, or ``tensor`` itself if the segment is the whole parameter."""
     return tensor if segment.whole else tensor.view(-1)[segment.start : segment.stop]
 
 

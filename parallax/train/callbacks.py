@@ -43,12 +43,12 @@ Report = Callable[[str, str], None]
 
 
 class TrainingRun:
-    """The state of a run for its callbacks, and their requests. ``engine``: this rank's engine. ``directory``: the
-    run's directory.
+    """The state of a run, as callbacks see it, and methods by which they request actions. ``engine``: this rank's
+    engine. ``directory``: the run's directory.
 
-    ``metrics``: the figures of the last step, as in ``metrics.jsonl``. ``validation``: those of the last evaluation,
-    empty before the first. ``checkpoint``: the last complete checkpoint of this start. ``ended``: the reason for which
-    the run ends, in ``on_run_end``.
+    ``metrics``: the figures of the last step, as in ``metrics.jsonl``. ``validation``: the figures of the last
+    evaluation; empty before the first. ``checkpoint``: the last checkpoint that became complete since this process
+    started. ``ended``: why the run ends, set in ``on_run_end``.
     """
 
     def __init__(self, engine: Engine, directory: Path, total_steps: int) -> None:
@@ -69,7 +69,7 @@ class TrainingRun:
 
     @property
     def stage(self) -> int:
-        """This rank's place along the pipeline."""
+        """The index of this rank's stage in the pipeline."""
         return self.engine.mesh.pipeline_rank
 
     @property
@@ -78,7 +78,7 @@ class TrainingRun:
 
     @property
     def step(self) -> int:
-        """The number of completed steps, which is the number of the last one."""
+        """The number of completed steps. This is also the number of the last step."""
         return self.engine.completed_steps
 
     @property
@@ -99,14 +99,15 @@ class TrainingRun:
         self._requests[_EVALUATE] = ""
 
     def take_requests(self) -> dict[str, str]:
-        """Return the requests since the last call, by kind."""
+        """Return the requests since the last call: kind of request → reason."""
         taken, self._requests = self._requests, {}
         return taken
 
 
 class Callback(Protocol):
-    """A callback. Define the hooks that you need, in a subclass or in any class of yours. With ``state_dict()`` and
-    ``load_state_dict(state)``, rank 0's state is part of checkpoints, and every rank gets it when the run resumes."""
+    """A callback. Define the hooks that you need, in a subclass or in any other class. If it has ``state_dict()`` and
+    ``load_state_dict(state)``, checkpoints hold the state of rank 0, and every rank gets that state when the run
+    resumes."""
 
     def on_run_start(self, run: TrainingRun) -> None:
         """Called before the first step, after a checkpoint was loaded."""
@@ -129,9 +130,9 @@ class Callback(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class CallbackConfig:
-    """One entry of ``callbacks``. ``target``: ``package.module:factory``, a class or a function that returns the
-    callback. ``kwargs``: its arguments. ``on_error``: an error of the callback ends the run (stop), or is noted (note).
-    """
+    """One entry of ``callbacks``. ``target``: a class or a function that returns the callback, as
+    ``package.module:factory``. ``kwargs``: the arguments of the factory. ``on_error``: stop ends the run at an error of
+    the callback; note only reports the error."""
 
     target: str
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -143,7 +144,8 @@ class CallbackConfig:
 
 @dataclass(frozen=True)
 class NamedCallback:
-    """A callback with the ``name`` for messages and states, and the reaction to its errors."""
+    """A callback, its ``name`` in messages and checkpoints, and ``on_error``, the reaction to its errors (stop or
+    note)."""
 
     name: str
     callback: Any
@@ -160,7 +162,8 @@ class NamedCallback:
 
 
 def callback_configs(entries: Sequence[Any]) -> list[CallbackConfig]:
-    """Return the entries of ``callbacks``: class paths, or keys and values. Raises :class:`ConfigError` for others."""
+    """Return the entries of the setting ``callbacks``. Raises :class:`ConfigError` for an entry that is neither a class
+    path nor a mapping with ``target``."""
     found = []
     for index, entry in enumerate(entries):
         group = f"callbacks[{index}]"
@@ -196,7 +199,7 @@ def build_callbacks(entries: Sequence[Any]) -> list[NamedCallback]:
 
 
 class Callbacks:
-    """The callbacks of one rank's loop. ``report(key, text)`` notes an error that does not end the run."""
+    """The callbacks of one rank's loop. ``report(key, text)`` is called with an error that does not end the run."""
 
     def __init__(
         self,
@@ -242,7 +245,7 @@ class Callbacks:
         return {name: state for name, state in states.items() if state is not None}
 
     def load_state(self, states: Mapping[str, Any]) -> None:
-        """Restore the states of :meth:`state`; a callback without a saved state keeps its initial one."""
+        """Restore the states that :meth:`state` returned. A callback without a saved state keeps its initial one."""
         for each in self._named:
             load = getattr(each.callback, "load_state_dict", None)
             if each.name in states and callable(load):
@@ -259,7 +262,8 @@ class Callbacks:
         return {key: float(key in self._requests) for key in (_STOP, _SAVE, _EVALUATE)}
 
     def agree(self, columns: Mapping[str, Sequence[float]], mesh: Mesh) -> None:
-        """Collect the requests of all ranks from ``columns``; all ranks call it."""
+        """Collect the requests of all ranks. ``columns``: the result of :meth:`columns` on each rank. All ranks call
+        it."""
         self._saves, self._evaluates = (
             self._saves or any(columns[_SAVE]),
             self._evaluates or any(columns[_EVALUATE]),
@@ -281,7 +285,8 @@ class Callbacks:
         self._requests |= self.run.take_requests()
 
     def _guarded(self, named: NamedCallback, hook: str, call: Callable[[], Any]) -> Any:
-        """Return the result of ``call``. An error names callback, hook and rank, and ends the run or is noted."""
+        """Return the result of ``call``. An error in it is reported with callback, hook and rank; then it ends the run
+        or is ignored, as ``on_error`` says."""
         with self._watchdog.phase(f"{hook} of the callback {printable(named.name)}"):
             try:
                 return call()
@@ -297,7 +302,7 @@ class Callbacks:
 
 
 class CallbackStop:
-    """A callback asked to end the run."""
+    """A callback requested the end of the run."""
 
     name, at_checkpoints, ends, then = "callback", False, True, ""
 
@@ -311,7 +316,7 @@ class CallbackStop:
         return ""
 
     def summary_entries(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:
-        """Return the callback's reason, if it ended the run."""
+        """Return the callback's reason if it ended the run; otherwise nothing."""
         del agreed
         return {"callback": self._callbacks.reason if ended else ""}
 
@@ -323,7 +328,7 @@ def _named(callback: Callback | NamedCallback) -> NamedCallback:
 
 
 def _unique(callbacks: Iterator[NamedCallback]) -> Iterator[NamedCallback]:
-    """Yield the callbacks with a number in repeated names, under which their states are saved."""
+    """Yield the callbacks. Repeated names get a number, because the states in checkpoints are saved by name."""
     seen: dict[str, int] = {}
     for each in callbacks:
         count = seen[each.name] = seen.get(each.name, 0) + 1

@@ -1,5 +1,5 @@
-"""Record some steps for debugging: traces, profiles, memory. Recordings are large and slow, so they are made on request
-only."""
+"""Record some steps for debugging, as traces, profiles, or tables of memory. Recordings are large and slow, so they are
+made only on request."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _ALLOCATIONS = 1_000_000  # allocations that a CUDA snapshot holds
 class DebugConfig:
     """Recordings of a few steps by each rank, in the run directory.
 
-    ``record``: ``trace``: the rank's actions with their waits as a Chrome trace; ``profiler``: every operator, by
-    torch.profiler; ``memory``: every allocation (on CUDA as a snapshot for https://pytorch.org/memory_viz, on the CPU
-    by torch.profiler), and a table of the memory of the process and its device, with a line for each step.
-    ``steps``: the first and the last step, counted from 1 at the start of the process, so resumed runs can be
-    recorded. A recording costs time and memory, which no plan predicts.
+    ``record``: ``trace`` records the actions of the rank with their waits, as a Chrome trace; ``profiler`` records
+    every operator, by torch.profiler; ``memory`` records every allocation (on CUDA as a snapshot for
+    https://pytorch.org/memory_viz, on the CPU by torch.profiler), and a table with the memory of the process and the
+    device after each step. ``steps``: the first and the last step, counted from 1 at the start of the process, so that
+    resumed runs can be recorded too. A recording costs time and memory, which no plan predicts.
     """
 
     record: str = "off"
@@ -64,8 +64,8 @@ class Recorder(Protocol):
 
 
 def recorder(config: DebugConfig, directory: Path, rank: int, device: torch.device) -> Recorder:
-    """Return the recorder for ``config``. Its files are complete at the end of the last recorded step, or of the
-    loop."""
+    """Return the recorder for ``config``. The recorded files are complete after the last step to record, or at the end
+    of the loop."""
     if config.record == "off":
         return NoRecord()
     if config.record == "trace":
@@ -95,14 +95,14 @@ class NoRecord:
 
 
 class Trace:
-    """Records the spans of steps, which the executor always measures, as a Chrome trace."""
+    """Records the spans (times of actions) of steps as a Chrome trace. The executor measures spans in any case."""
 
     def __init__(self, steps: tuple[int, int], path: Path) -> None:
         self._count, (self._first, self._last), self._path = 0, steps, path
         self._spans: list[Span] = []
 
     def step(self) -> AbstractContextManager[None]:
-        """Return an empty context, because spans contain their times."""
+        """Return an empty context, since the executor measures the times of actions anyway."""
         return contextlib.nullcontext()
 
     def add(self, result: StepResult) -> None:
@@ -121,8 +121,8 @@ class Trace:
 
 
 class Window:
-    """A recording by torch over a range of steps. ``start`` is called before the first step; ``stop``, called after the
-    last one, writes the file."""
+    """A recording by torch over some steps. ``start`` is called before the first step, and ``stop`` after the last one;
+    ``stop`` writes the file."""
 
     def __init__(self, steps: tuple[int, int], start: Call, stop: Call) -> None:
         self._count, (self._first, self._last) = 0, steps
@@ -141,7 +141,7 @@ class Window:
             self.close()
 
     def add(self, result: StepResult) -> None:
-        """No-op: torch records by itself."""
+        """No-op: torch records the step."""
 
     def close(self) -> None:
         """Write the recording, if it was started."""
@@ -151,7 +151,7 @@ class Window:
 
 
 def _profiler(path: Path, device: torch.device, *, memory: bool = False) -> tuple[Call, Call]:
-    """Return the start and stop functions of torch.profiler; with ``memory`` it also records every allocation with its
+    """Return the functions that start and stop torch.profiler. ``memory``: also record every allocation with its
     stack."""
     own = getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.CPU)
     activities = list(dict.fromkeys([ProfilerActivity.CPU, own]))

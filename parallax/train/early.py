@@ -1,4 +1,4 @@
-"""Early stopping: reasons to end a run by one number of its held-out rows."""
+"""Early stopping: reasons to end a run, by one metric of its held-out rows."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from parallax.train.stop import Agreed
 
 
 class TrackedMetric:
-    """The values of ``metric``, the same on all ranks, and the best value so far. Checkpoints hold this state, so a
+    """The values of ``metric`` so far, equal on all ranks, and the best of them. Checkpoints hold this state, so a
     resumed run ends after the same evaluation as an uninterrupted one."""
 
     def __init__(self, metric: str, *, higher: bool) -> None:
         self.metric, self._higher = metric, higher
         self.best: float | None = None
         self.since_best = 0
-        """Evaluations since the best one."""
+        """The number of evaluations since the best one."""
 
     def add(self, value: float | None) -> None:
         """Add the value of an evaluation. None and NaN are no improvement."""
@@ -40,13 +40,13 @@ class TrackedMetric:
         return {"metric": self.metric, "best": self.best, "since_best": self.since_best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state, unless it is of another metric."""
+        """Continue from ``state``, unless it is the state of another metric."""
         if state.get("metric") == self.metric:
             self.best, self.since_best = state["best"], state["since_best"]
 
 
 class OutOfPatience:
-    """The metric has not improved for ``patience`` evaluations; 0 is without limit."""
+    """A reason to end the run: the metric has not improved for ``patience`` evaluations (0: no limit)."""
 
     name, at_checkpoints, ends, then = "patience", False, True, ""
 
@@ -74,7 +74,7 @@ class OutOfPatience:
 
 
 class TargetReached:
-    """The metric has reached ``target``; None is without target."""
+    """A reason to end the run: the metric has reached ``target`` (None: no target)."""
 
     name, at_checkpoints, ends, then = "target", False, True, ""
 

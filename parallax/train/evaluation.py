@@ -22,8 +22,9 @@ _ENDS = StopIteration, IndexError, EmptyBatchError
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The mean ``loss`` over ``batches`` batches of ``rows`` rows in all, and the ``metrics`` of these rows.
-    ``truncated``: the source has further batches. ``bad``: index and loss of the first batch with a non-finite loss."""
+    """The result of an evaluation: the mean ``loss`` and the ``metrics`` over ``rows`` rows in ``batches`` batches.
+    ``truncated``: whether the source has more batches. ``bad``: index and loss of the first batch whose loss is not
+    finite."""
 
     loss: float
     batches: int
@@ -59,8 +60,9 @@ class HeldOut:
         self._engine, self._source, self._rows, self._most = engine, source, rows, most
 
     def evaluate(self, progress: Callable[[int, int | None], bool]) -> Evaluated | None:
-        """Return the validation loss; all ranks call it. ``progress(done, count)`` is called after each batch;
-        ``count`` is None if unknown. If it returns False, the evaluation stops and the result is None."""
+        """Return the validation loss. All ranks call it. ``progress(done, count)`` is called after each batch with the
+        numbers of evaluated and of all batches (None: unknown). If it returns False, the evaluation stops and returns
+        None."""
         total, weights, done, rows, bad = 0.0, 0.0, 0, 0, None
         self._engine.metrics.begin(training=False)
         known = self.known_batches()
@@ -121,8 +123,8 @@ class HeldOut:
             yield batch
 
     def _agreed(self, batch: Rows | None) -> Rows | None:
-        """Return the batch if all ranks have one, None if none has. Raises :class:`DataError` if only some ranks have
-        one."""
+        """Return ``batch`` if all ranks have a batch, and None if no rank has one. Raises :class:`DataError` if only
+        some ranks have one."""
         mesh = self._engine.mesh
         have = int(mesh.sum(torch.tensor([float(batch is not None)])).item())
         if have in (0, mesh.plan.world_size):

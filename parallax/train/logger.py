@@ -17,15 +17,15 @@ _EVALUATING_SECONDS = 10.0  # between two lines of a long evaluation
 
 
 class RankZeroLogger:
-    """Prints progress lines and writes metrics on rank 0. On other ranks ``outputs`` is None, and every call is a
-    no-op."""
+    """Prints progress lines and writes metrics on rank 0. On other ranks ``outputs`` is None and no call does
+    anything."""
 
     def __init__(self, outputs: tuple[MetricsLog, Progress] | None, unwritten: Unwritten) -> None:
         self._outputs, self._unwritten = outputs, unwritten
         self._noted = 0.0  # the time of the last line of an evaluation
 
     def step(self, line: StepLine, metrics: Mapping[str, Any], ranks: Mapping[str, float]) -> None:
-        """Print and write a step; ``ranks``: the figures of each rank, for loggers."""
+        """Print and write the figures of a step. ``ranks``: further figures of each rank, which only loggers get."""
         if self._outputs is not None:
             log, progress = self._outputs
             log.write(metrics, ranks)
@@ -33,7 +33,7 @@ class RankZeroLogger:
                 progress.show(line)
 
     def evaluating(self, step: int, done: int, count: int | None) -> None:
-        """Print a line every ten seconds of an evaluation: ``done`` batches of ``count`` (None: unknown)."""
+        """Print, every ten seconds, that an evaluation has done ``done`` of ``count`` batches (None: unknown)."""
         now = time.monotonic()
         if done == 1:
             self._noted = now
@@ -45,8 +45,8 @@ class RankZeroLogger:
     def evaluation(
         self, step: int, loss: float, name: str = "", metrics: Mapping[str, float] = NO_METRICS
     ) -> dict[str, float]:
-        """Print and write the validation loss and the metrics of all held-out rows, or of the set ``name``; return the
-        figures."""
+        """Print, write and return the validation loss and the metrics of the held-out set ``name``; "" is the main
+        set."""
         end = f"/{name}" if name else ""
         numbers = {"loss": loss, **metrics}
         figures = {f"validation_{key}{end}": number for key, number in numbers.items()}
@@ -73,7 +73,7 @@ class RankZeroLogger:
 def open_logger(
     rank: int, logger: LoggerConfig, run: LoggedRun, total: int, unwritten: Unwritten
 ) -> Iterator[RankZeroLogger]:
-    """Yield the logger of ``rank`` in a ``run`` of ``total`` steps."""
+    """Yield the logger of this rank in a run of ``total`` steps."""
     if rank > 0:
         yield RankZeroLogger(None, unwritten)
         return

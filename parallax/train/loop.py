@@ -52,24 +52,24 @@ _MOST_SKIPS = 10  # consecutive steps with a non-finite loss or gradient
 class TrainerConfig:
     """Length and batch of a training run.
 
-    ``steps``: optimizer steps to train for; ``epochs``: the same in passes over the training rows. There is no default,
-    so a run without one of them is rejected (0: not set). ``global_batch``: rows per optimizer step over all replicas.
-    ``microbatch``: rows per micro-batch; with auto the planner chooses. ``gather_loss``: compute one loss over the
-    outputs of the whole batch, gathered from all micro-batches and replicas, for losses over the whole batch, such as
-    contrastive ones. ``eval_every``, ``checkpoint_every``: steps between evaluations or checkpoints; 0: only at the
-    end. ``eval_batches``: maximum global batches per evaluation; auto is all held-out rows. ``resume``: auto resumes
-    from the run directory's last checkpoint; with never the run restarts from the beginning. ``watchdog_seconds``:
-    seconds after which a rank ends the run, and is named, if it stays in one action, does not answer or, outside of
-    steps, shows no sign of life (never less than two predicted steps); 0 disables this. ``phase_seconds``: limit of
-    every other phase, such as loading data, building the engine, the first steps with ``compile``, an evaluation, a
-    checkpoint; 0 sets no limit. ``grace_seconds``: after a request to end, the seconds within which the run must save
-    its checkpoint; later it ends without one; 0 sets no limit. ``max_restarts``: how often all ranks restart from the
-    last checkpoint after a rank has died, crashed, hung, or failed with an error that may be transient; 0 is never.
-    Under your own torchrun, its ``--max-restarts`` applies instead. ``nonfinite``: the reaction to a step with a
-    non-finite loss or gradient: stop, or skip it, at most ten in a row. ``patience``: the run ends, with
-    a checkpoint, after this many evaluations in a row that do not improve ``checkpoint.metric``; 0 is never.
-    ``target``: the run ends, with a checkpoint, after an evaluation in which ``checkpoint.metric`` reaches this value;
-    off is never.
+    ``steps``: the number of optimizer steps. ``epochs``: the length of the run in passes over the training rows
+    instead. One of the two must be set (0: not set). ``global_batch``: rows per optimizer step over all replicas.
+    ``microbatch``: rows per micro-batch; with auto the planner chooses. ``gather_loss``: gather the outputs of all
+    micro-batches and replicas, and compute the loss once over the whole batch, as contrastive losses need.
+    ``eval_every``, ``checkpoint_every``: steps between evaluations or checkpoints; 0 is only at the end.
+    ``eval_batches``: the maximum number of global batches per evaluation; auto is all held-out rows. ``resume``: auto
+    resumes from the run directory's last checkpoint; with never the run restarts from the beginning.
+    ``watchdog_seconds``: the run ends, with a message that names the rank, if a rank hangs: if for this many seconds it
+    stays in one action, does not answer or, outside of steps, shows no sign of life (never less than two predicted
+    steps); 0 disables this. ``phase_seconds``: the limit of each phase outside of steps, such as loading data, building
+    the engine, the first steps with ``compile``, an evaluation, a checkpoint; 0 sets no limit. ``grace_seconds``: the
+    time for saving a checkpoint after a request to end (SIGTERM, Ctrl-C); when it is over, the run ends without the
+    checkpoint; 0 sets no limit. ``max_restarts``: how often all ranks restart from the last checkpoint after a rank has
+    died, crashed, hung, or failed with an error that may be transient; 0 is never. Under your own torchrun, its
+    ``--max-restarts`` applies instead. ``nonfinite``: the reaction to a step with a non-finite loss or gradient: stop
+    ends the run; skip leaves out the step, but at most ten in a row. ``patience``: the run ends, with a checkpoint,
+    after this many evaluations in a row without an improvement of ``checkpoint.metric``; 0 is never. ``target``: the
+    run ends, with a checkpoint, after an evaluation in which ``checkpoint.metric`` reaches this value; off is never.
     """
 
     steps: int = 0
@@ -118,7 +118,7 @@ class TrainerConfig:
         return self.patience > 0 or self.target != OFF
 
     def check_metric(self, metric: str) -> None:
-        """Raise :class:`ConfigError` if ``metric`` may end the run, but no evaluation computes it."""
+        """Raise :class:`ConfigError` if ``metric`` may end the run but no evaluation computes it."""
         if not self.ends_by_metric:
             return
         key = (
@@ -136,7 +136,7 @@ class TrainerConfig:
             )
 
     def check_steps(self) -> None:
-        """Raise :class:`ConfigError` if neither the number of steps nor that of epochs is set."""
+        """Raise :class:`ConfigError` if neither ``steps`` nor ``epochs`` is set."""
         if not self.steps and not self.epochs:
             raise ConfigError(
                 "trainer.steps: a run needs the number of steps to train for; add trainer.steps=N, for example "
@@ -144,8 +144,8 @@ class TrainerConfig:
             )
 
     def with_steps(self, count: Callable[[int, int], int]) -> TrainerConfig:
-        """Return the settings with the number of steps that their epochs need. ``count(epochs, rows)`` returns the
-        number of batches of ``rows`` rows."""
+        """Return the settings with ``epochs`` converted to ``steps``. ``count(epochs, rows)`` returns the number of
+        batches of ``rows`` rows."""
         if not self.epochs:
             return self
         steps = count(self.epochs, self.global_batch)
@@ -163,8 +163,8 @@ class TrainerConfig:
 
 
 class OnDrift(StrEnum):
-    """The reaction at the next checkpoint if steps are a fifth slower or faster than predicted: none, a report, or the
-    end of the loop, so that the run resumes from this checkpoint under another plan."""
+    """The reaction at the next checkpoint if steps are a fifth slower or faster than predicted: ignore it, report it,
+    or end the loop, so that the run resumes from this checkpoint under another plan."""
 
     IGNORE = "ignore"
     NOTE = "note"
@@ -189,18 +189,18 @@ def train(
     status: StepObserver | None = None,
     utilization: Utilization | None = None,
 ) -> dict[str, Any]:
-    """Train to ``trainer.steps`` in the run directory, and return the summary, which rank 0 also writes there; every
+    """Train until ``trainer.steps`` and return the summary, which rank 0 also writes into the run ``directory``. Every
     rank calls it. ``checkpoints`` is the folder of checkpoints, by default one in the run directory; ``checkpoint``
-    configures them. ``parameters`` are the settings that loggers record; ``name`` among them is the run's name.
-    ``callbacks`` are called on every rank (:mod:`parallax.train.callbacks`), the same ones everywhere.
+    configures them. ``parameters`` are the settings that loggers record; ``name`` among them is the name of the run.
+    ``callbacks`` are called on every rank, and must be the same on all (:mod:`parallax.train.callbacks`).
 
-    ``status`` receives the figures of each step. ``utilization`` compares the operations of a step with the devices'
-    peak. ``watchdog`` receives the phases outside of steps, and knows whether this rank was requested to end. If there
-    is a reason to end early (:mod:`parallax.train.stop`), all ranks end after the same step, with a checkpoint.
+    ``status`` receives the figures of each step. ``utilization`` computes the model FLOP utilization. ``watchdog``
+    receives the name of each phase outside of steps, and knows whether this rank was requested to end. If there is a
+    reason to end early (:mod:`parallax.train.stop`), all ranks end after the same step, with a checkpoint.
 
-    The summary's ``ended`` is "steps", "rows" if the source has no more rows, or the name of the reason: "drift", with
-    the explanation in ``drift``, "stopped", with the signal's number in ``stopped``, "patience", "target", or
-    "callback", with its reason in ``callback``.
+    The summary's ``ended`` is "steps"; "rows" if the source has no more rows; or the reason of an early end: "drift"
+    (``drift`` has the explanation), "stopped" (``stopped`` has the number of the signal), "patience", "target", or
+    "callback" (``callback`` has its reason).
     """
     trainer.check_steps()
     recording = recorder(debug or DebugConfig(), directory, engine.mesh.rank, engine.mesh.device)
@@ -225,7 +225,7 @@ def train(
 
 
 class _Run:
-    """The state of one rank's loop. Rank 0 writes for all."""
+    """The state of the training loop on one rank. Rank 0 writes files for all."""
 
     def __init__(
         self,
@@ -345,9 +345,9 @@ class _Run:
         return f"continuing after step {done} from {checkpoint}{more if ended else ''}"
 
     def _begin_evaluations(self, logger: RankZeroLogger) -> None:
-        """Check, before the first step, that the metrics accept the model's outputs and the targets, and that there are
-        held-out rows if a metric may end the run; raise :class:`ConfigError` otherwise. If a request ended the previous
-        start during an evaluation, repeat this evaluation."""
+        """Check before the first step that the metrics accept the model's outputs and the targets, and that there are
+        held-out rows if a metric may end the run; raise :class:`ConfigError` otherwise. If the previous start was ended
+        by a request during an evaluation, repeat that evaluation."""
         with self._watchdog.phase("evaluating"):
             main = next(iter(self._held_out.values()), None)
             if self._trainer.ends_by_metric and (main is None or main.first_batch() is None):
@@ -373,14 +373,14 @@ class _Run:
         )
 
     def _next_batch(self) -> Rows | None:
-        """Return the next rows; None on all ranks if the rows of any rank have ended."""
+        """Return the next batch; None on all ranks if any rank has no more rows."""
         with self._watchdog.phase("fetching rows"):
             return self._rows_end.fetch(lambda: self._health.fetch(self._fetch))
 
     def _end_of_rows(self, logger: RankZeroLogger) -> None:
-        """Evaluate and save after the last row; raise :class:`DataError` if the rows must not end after this step. If
-        some ranks still have rows, nothing is saved, because the state of their source is one batch ahead of the
-        weights."""
+        """Evaluate and save after the last row. Raises :class:`DataError` if the rows must not end after this step. If
+        only some ranks have no more rows, nothing is saved, because the sources of the others are one batch ahead of
+        the weights."""
         step, metrics = self._engine.completed_steps, dict[str, float | None]()
         self._stopping.exchange()
         if self._rows_end.everywhere:
@@ -395,7 +395,8 @@ class _Run:
         return self._source.batch(self._trainer.global_batch)
 
     def _state(self) -> dict[str, Any]:
-        """Return the part of a checkpoint's state that is not the engine's."""
+        """Return the loop's part of a checkpoint's state: the states of the source, the tracked metric and the
+        callbacks."""
         states = self._callbacks.state()
         return {
             "source": self._source.state_dict(),
@@ -405,7 +406,7 @@ class _Run:
         }
 
     def _tell_checkpoints(self) -> bool:
-        """Tell the callbacks of each checkpoint that became complete; return whether there was one."""
+        """Call the callbacks for each checkpoint that became complete; return whether there was one."""
         completed, self._saves.completed = self._saves.completed, []
         for path in completed:
             self._callbacks.run.checkpoint = path
@@ -413,7 +414,7 @@ class _Run:
         return bool(completed)
 
     def _agree_requests(self, logger: RankZeroLogger) -> None:
-        """Exchange the requests of callbacks, if there are any; all ranks call it."""
+        """Exchange the requests of callbacks between the ranks, if there are callbacks. All ranks call it."""
         if not self._callbacks:
             return
         known = self._callbacks.reason
@@ -456,7 +457,7 @@ class _Run:
         ]
 
     def _resume(self) -> Path | None:
-        """Load the last valid checkpoint of the run directory; return its path."""
+        """Load the last valid checkpoint of the run, and return its path; None if there is none."""
         if self._trainer.resume != "auto":
             self._engine.saving.begin_start(self._checkpoints)
             return None
@@ -570,8 +571,8 @@ class _Run:
                 logger.note(f"step {step}: {message}")
 
     def _evaluate(self, logger: RankZeroLogger, step: int) -> dict[str, float]:
-        """Return loss and metrics of the first set of held-out rows, and report all; empty if a rank has been requested
-        to end. May end the run by its metric."""
+        """Evaluate and report all held-out sets. Return loss and metrics of the main set, or nothing if a rank has been
+        requested to end. The metric may end the run."""
         first: Evaluated | None = None
         self._callbacks.run.validation = {}
         averages = self._engine.evaluates_averages and not self._stopping.is_last_step
@@ -622,8 +623,8 @@ class _Run:
         return found
 
     def _summary(self) -> dict[str, Any]:
-        """Return how the run ended, and prediction against measurement; equal on every rank, except for its own
-        waits."""
+        """Return how the run ended, and the predicted and measured figures. The result is equal on every rank, except
+        for the rank's own waits."""
         first = self._rank == 0
         return {
             "steps": self._engine.completed_steps,
@@ -663,7 +664,8 @@ def _metrics(line: StepLine, result: StepResult) -> dict[str, Any]:
 
 
 def _of_ranks(columns: Mapping[str, Sequence[float]], budgets: Sequence[int]) -> dict[str, float]:
-    """Return the memory and the utilisation of each rank; a rank's computing time may be unknown, which is 0."""
+    """Return the memory, the utilisation and the waits of each rank. Utilisation is 0 if a rank's computing time is
+    unknown."""
     figures: dict[str, float] = {}
     for rank, budget in enumerate(budgets):
         peak, busy = columns["peak_bytes"][rank], columns["busy_seconds"][rank]

@@ -1,4 +1,4 @@
-"""The output of a run while it trains: a progress line, metrics as JSON, and the figures for loggers."""
+"""The output of a run while it trains: a progress line, metrics as JSON, and figures for loggers."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ from parallax.train.repeats import forget_steps, last_step
 class LoggerConfig:
     """The logs of a run besides ``metrics.jsonl``.
 
-    ``to``: the loggers that get the figures of each step, the memory and utilisation of each rank, the settings, the
-    run's name and its tags: any of tensorboard, csv, wandb, mlflow and trackio. ``project``: the project of Weights &
-    Biases and Trackio, the experiment of MLflow. ``tags``: tags of the run there. ``events``: every action of every
-    rank, with its times. ``print_every``: if the output is not a terminal, one line is printed for this many steps;
-    auto prints the first ten steps and then about a hundred lines in a run. ``metrics.jsonl`` has every step.
+    ``to``: the loggers to use: any of tensorboard, csv, wandb, mlflow and trackio. They get the figures of each step,
+    the memory and utilisation of each rank, the settings, and the run's name and tags. ``project``: the project of
+    Weights & Biases and Trackio, and the experiment of MLflow. ``tags``: tags of the run at these loggers. ``events``:
+    record every action of every rank, with its times. ``print_every``: the number of steps for each printed line, if
+    the output is not a terminal; auto prints the first ten steps and then about a hundred lines in a run.
+    ``metrics.jsonl`` has every step.
     """
 
     to: list[str] = field(default_factory=lambda: ["tensorboard"])
@@ -60,8 +61,8 @@ class LoggerConfig:
 
 
 class Unwritten:
-    """Failures that do not end a run: of files, loggers, and callbacks. The first failure of each is reported at once;
-    all are counted and reported at the end."""
+    """Failures of files, loggers and callbacks that do not end a run. The first failure of each is reported at once.
+    All are counted, and reported at the end."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[str, int]] = {}
@@ -69,14 +70,14 @@ class Unwritten:
 
     @contextlib.contextmanager
     def trying(self, path: Path | str) -> Iterator[None]:
-        """Suppress an OSError of writing to ``path`` in the block, and record it."""
+        """A context that records an OSError of writing to ``path`` instead of raising it."""
         try:
             yield
         except OSError as error:
             self.add(str(path), f"cannot write {printable(str(path))}: {_reason(error, path)}")
 
     def add(self, key: str, text: str, count: int = 1) -> None:
-        """Record ``count`` failures of ``key``; the first one's ``text`` is reported."""
+        """Record ``count`` failures of ``key``. Only the ``text`` of the first failure is reported."""
         first, before = self._found.get(key, ("", 0))
         if not before:
             first = text
@@ -113,8 +114,8 @@ def _reason(error: OSError, path: Path | str) -> str:
 
 
 def load_loggers(logger: LoggerConfig) -> None:
-    """Import the packages of the loggers before memory is measured, so that their memory is not counted as the stage's.
-    Raises :class:`ConfigError` if one is missing."""
+    """Import the packages of the loggers before memory is measured, so that their memory is not attributed to the
+    stage. Raises :class:`ConfigError` if a package is missing."""
     for name in logger.to:
         logger_named(name)
 
@@ -127,8 +128,8 @@ def finite(record: Mapping[str, Any]) -> dict[str, Any]:
 class MetricsLog:
     """Appends records to ``metrics.jsonl`` in ``directory``, and sends their numbers to the loggers.
 
-    Each line is flushed, so a killed run loses at most the line that it was writing; a partial line is removed when the
-    file is opened again.
+    Each line is flushed, so a killed run loses at most one line. A partial line is removed when the file is opened
+    again.
     """
 
     def __init__(
@@ -152,8 +153,8 @@ class MetricsLog:
     def write(
         self, record: Mapping[str, Any], more: Mapping[str, float] = MappingProxyType({})
     ) -> None:
-        """Append ``record``, which has a ``step``; numbers that are not finite become null. Only loggers get
-        ``more``."""
+        """Append ``record``, which has a ``step``. Non-finite numbers become null. ``more``: further figures, which
+        only loggers get."""
         with self._unwritten.trying(self.path):
             self._file.append((json.dumps(finite(record), allow_nan=False) + "\n").encode())
         if self._senders:
@@ -163,7 +164,7 @@ class MetricsLog:
             self._take_failures()
 
     def close_loggers(self, *, failed: bool = False) -> None:
-        """Send what the loggers have not got yet, for a limited time, and close them; a second call does nothing."""
+        """Send the remaining figures to the loggers, for a limited time, and close them. A second call does nothing."""
         for sender in self._senders:
             sender.close(failed=failed)
         self._take_failures()
@@ -197,13 +198,14 @@ _SHOWN_SHARE = 0.005  # least share of a step that is shown; less would read 0%
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLine:
-    """The figures in a step's progress line.
+    """The figures in the progress line of a step.
 
-    ``rate``: units per second. ``peak_bytes`` and ``budget_bytes``: of the rank whose device is fullest.
-    ``offloaded_bytes``: of all ranks; None if no stage swaps. ``overlap``: the fraction of the transfer time during
-    which no rank waited. ``stall_seconds``: the longest wait of a rank for swapped data. ``skipped``: skipped steps so
-    far. ``input_share``: the longest wait of a rank for rows, as a share of the step. ``learning_rate``: 0 if unknown.
-    ``utilization``: model FLOP utilization of all devices; None if unknown.
+    ``rate``: units per second. ``peak_bytes`` and ``budget_bytes``: peak memory and budget of the rank whose device is
+    fullest. ``offloaded_bytes``: the bytes that all ranks have offloaded; None if no stage swaps. ``overlap``: the
+    fraction of the transfer time during which no rank waited. ``stall_seconds``: the longest wait of a rank for swapped
+    data. ``skipped``: the number of skipped steps so far. ``input_share``: the longest wait of a rank for rows, as a
+    fraction of the step. ``learning_rate``: 0 if unknown. ``utilization``: model FLOP utilization of all devices; None
+    if unknown.
     """
 
     step: int
@@ -222,11 +224,11 @@ class StepLine:
 
 
 class Progress:
-    """Shows progress: on a terminal as one line that is updated; elsewhere as plain lines for the first ten steps, the
-    last one, and every ``print_every``-th step (auto: about a hundred lines).
+    """Shows progress. A terminal has one line that is updated. Any other output gets a plain line for each of the first
+    ten steps, the last step, and every ``print_every``-th step (auto: about a hundred lines).
 
-    Steps count from ``first_step`` (1 for a new run) to ``total_steps``. The time left is estimated from the last 20
-    steps, so a slow first step or a checkpoint does not distort it for long.
+    Steps are numbered from ``first_step`` (1 for a new run) to ``total_steps``. The remaining time is estimated from
+    the last 20 steps, so a slow first step or a checkpoint does not distort it for long.
     """
 
     def __init__(
@@ -262,7 +264,7 @@ class Progress:
             self._line.show(printable(self._text(line)))
 
     def note(self, text: str) -> None:
-        """Print a permanent line, for example of an evaluation or a checkpoint."""
+        """Print a line that stays, for example about an evaluation or a checkpoint."""
         self._line.note(printable(text))
 
     def __enter__(self) -> Progress:
@@ -297,7 +299,7 @@ class Progress:
 
 
 class _LiveLine:
-    """One line that is rewritten in place; notes scroll above it."""
+    """A line that is rewritten in place. Notes are printed above it."""
 
     def __init__(self, console: Console) -> None:
         # No thread; a line appears when there is news.
@@ -317,7 +319,7 @@ class _LiveLine:
 
 
 class _PlainLines:
-    """Plain lines, flushed, without control characters."""
+    """Prints plain lines without control characters, and flushes each."""
 
     def __init__(self, console: Console) -> None:
         self._file = console.file

@@ -1,7 +1,7 @@
-"""Records of a run over several nodes: spans on a common clock, and files collected on rank 0.
+"""Records of a run on several nodes: spans (times of actions) on a common clock, and files collected on rank 0.
 
-Each rank writes its events into the run directory of its node. If nodes share no directory, rank 0 receives, at the end
-of the run, the files that the summary, ``explain`` and ``calibrate`` read. Each host has its own clock, so spans are
+Each rank writes its events into the run directory of its node. If nodes share no directory, rank 0 receives the files
+that the summary, ``explain`` and ``calibrate`` read, at the end of the run. Each host has its own clock, so spans are
 converted to the clock of rank 0's host.
 """
 
@@ -27,7 +27,7 @@ def events_path(directory: Path, rank: int) -> Path:
 
 
 class NodeRecords:
-    """The events and files of this rank. Construction is collective over all ranks."""
+    """The events and files of this rank. All ranks construct it together."""
 
     def __init__(self, mesh: Mesh, directory: Path) -> None:
         self._rank, self._directory = mesh.rank, directory
@@ -35,7 +35,7 @@ class NodeRecords:
         self._offset_seconds = clock_offset(mesh.nodes) if mesh.nodes.several else 0.0
 
     def on_common_clock(self, result: StepResult) -> StepResult:
-        """Return ``result`` with its spans on the clock of rank 0's host."""
+        """Return ``result`` with its spans converted to the clock of rank 0's host."""
         if not self._offset_seconds:
             return result
         late = self._offset_seconds
@@ -67,7 +67,7 @@ class NodeRecords:
 
 
 def _end(path: Path) -> bytes:
-    """Return the last whole lines of a file, at most :data:`_MOST_BYTES`."""
+    """Return the last complete lines of a file, at most :data:`_MOST_BYTES`."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - _MOST_BYTES))

@@ -41,8 +41,8 @@ RECENT = 25  # steps whose spans are kept, among which is the step of median len
 
 
 class RunRecord:
-    """The steps recorded so far. Rank 0 writes for all ranks; failed writes are added to ``unwritten``. ``validated``:
-    the names of the numbers of each evaluation."""
+    """The steps recorded so far. Rank 0 writes files for all ranks. Failed writes are added to ``unwritten``.
+    ``validated``: the names of the figures of each evaluation."""
 
     def __init__(
         self,
@@ -65,7 +65,8 @@ class RunRecord:
         self._validated: dict[str, float | None] = dict.fromkeys(validated)
 
     def begin(self, done: int) -> None:
-        """Resume after step ``done``: remove later steps from the run's files, because they are repeated."""
+        """Resume after step ``done``. Records of later steps are removed from the run's files, because these steps are
+        repeated."""
         events, metrics = events_path(self._directory, self._mesh.rank), self._directory / METRICS
         with self._unwritten.trying(events):
             forget_steps(events, done)  # spans count steps from 0
@@ -86,7 +87,7 @@ class RunRecord:
         self._last = result
 
     def evaluated(self, found: Evaluated, name: str) -> None:
-        """Keep the numbers of the set ``name`` of held-out rows; "" is the first."""
+        """Store the figures of the held-out set ``name``; "" is the main set."""
         numbers = {"loss": found.loss, **found.metrics} if not name else found.metrics
         of = f"/{name}" if name else ""
         self._validated |= {f"{VALIDATION}{key}{of}": value for key, value in numbers.items()}
@@ -94,7 +95,7 @@ class RunRecord:
     def summary(
         self, rows_per_step: int, tokens_per_row: int, utilization: Utilization
     ) -> dict[str, Any]:
-        """Return predicted and measured figures, equal on all ranks. ``tokens_per_row``: 1 for rows without tokens."""
+        """Return predicted and measured figures, equal on all ranks. ``tokens_per_row``: 1 if rows are not tokens."""
         plan = self._plan
         measured, predicted_spans = self._typical_spans(), self._predicted_spans()
         spent, planned = seconds_by_term(measured), seconds_by_term(predicted_spans)
@@ -144,8 +145,8 @@ class RunRecord:
         }
 
     def _results(self, rows_per_step: int, tokens_per_row: int) -> dict[str, float | None]:
-        """Return loss and speed of the steps of this start. If it took none, because the run was complete, return those
-        of earlier starts from ``metrics.jsonl``."""
+        """Return loss and speed of the steps since this start. If it took no steps, because the run was complete,
+        return those of earlier starts, from ``metrics.jsonl``."""
         metrics = self._directory / METRICS
         losses = self._losses or numbers_of(metrics, "loss")
         seconds = self.seconds or numbers_of(metrics, "step_seconds")
@@ -167,7 +168,8 @@ class RunRecord:
         }
 
     def write_occupancy(self, step: int) -> None:
-        """Write the swap's memory over ``step``, the last step, or remove the file of an earlier plan."""
+        """Write the memory of the swap manager over the last step, ``step``; or remove the file if it is of an earlier
+        plan."""
         if self._last is not None:
             with self._unwritten.trying(occupancy_path(self._directory, self._mesh.rank)):
                 self._write_occupancy(self._last, step)
@@ -188,8 +190,8 @@ class RunRecord:
         occupancy.save(self._directory)
 
     def write(self, summary: dict[str, Any], *, picture: bool) -> None:
-        """Write the summary, the measured events and, with ``picture``, the timeline, on rank 0. A run that was already
-        complete keeps its summary; only files that a killed process did not write are added."""
+        """On rank 0, write the summary, the measured events and, with ``picture``, a picture of the timeline. If the
+        run was already complete, the summary is kept, and only files that a killed process did not write are added."""
         path, trying = self._directory / "summary.json", self._unwritten.trying
         if self._mesh.rank != 0:
             return
@@ -210,14 +212,15 @@ class RunRecord:
                     timeline_png(predicted, measured, drawn)
 
     def _write_measured(self, path: Path) -> None:
-        """Write the events before the summary, so that a run with a summary has them."""
+        """Write the measured events to ``path``. This precedes the summary, so that a run with a summary has the
+        events."""
         if self._measured or not path.exists():
             path.unlink(missing_ok=True)
             with EventLog(path) as events:
                 events.extend(self._measured)
 
     def _typical_spans(self) -> list[Span]:
-        """Return the spans of all ranks for the recent step that has the median length on rank 0."""
+        """Return the spans of all ranks for one recent step: that with the median length on rank 0."""
         recent = list(self._recent)
         if not recent:
             return []
@@ -228,13 +231,13 @@ class RunRecord:
         return self._measured
 
     def _predicted_spans(self) -> list[Span]:
-        """Return the predicted span of each action; empty without the file."""
+        """Return the predicted span of each action; none if their file is missing."""
         path = self._directory / PREDICTED_EVENTS
         return list(read_events(path)) if path.is_file() else []
 
 
 def _spans_of(path: Path) -> list[Span]:
-    """Return the spans that an earlier start measured; empty if the file cannot be read."""
+    """Return the measured spans that an earlier start wrote; none if the file cannot be read."""
     try:
         return list(read_events(path))
     except ConfigError:
@@ -242,6 +245,7 @@ def _spans_of(path: Path) -> list[Span]:
 
 
 def _terms(plan: Plan, stage: int) -> dict[str, int]:
-    """Return the predicted bytes by term of the fullest rank of a stage; empty if the plan has no prediction."""
+    """Return the predicted bytes of a stage's fullest rank by category (parameters, activations, …); empty if the plan
+    has no prediction."""
     found = plan.prediction.stages
     return dict(found[stage].memory) if stage < len(found) else {}

@@ -1,11 +1,12 @@
-"""Steps that are repeated after a failure: a run resumes from a checkpoint that is older than its last recorded step.
+"""Records of steps that are repeated: after a failure, a run resumes from a checkpoint that is older than its last
+recorded step.
 
 ::
 
     metrics.jsonl          1 2 3 4 5 6 7 | killed          the checkpoint is of step 5
     after the restart      1 2 3 4 5                       steps 6 and 7 are lost and repeated
 
-Records of lost steps are removed, otherwise every reader would have to choose between two records of a step.
+Records of lost steps are removed; otherwise every reader would have to choose between two records of a step.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def last_step(path: Path) -> int:
 
 
 def numbers_of(path: Path, key: str) -> list[float]:
-    """Return the numbers under ``key`` in a file of JSON lines, in order."""
+    """Return the numbers with the key ``key`` in a file of JSON lines, in order."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError:
@@ -53,8 +54,8 @@ def records_between(path: Path, after: int, last: int) -> Iterator[dict[str, Any
 
 
 def forget_steps(path: Path, first: int) -> int:
-    """Remove the records of step ``first`` and later ones from the end of a file, and a partial line. Return how many
-    steps were removed."""
+    """Remove the records of step ``first`` and later from the end of a file, and a partial line. Return the number of
+    removed steps."""
     if not path.exists():
         return 0
     kept, steps = 0, set[int]()
@@ -69,24 +70,24 @@ def forget_steps(path: Path, first: int) -> int:
 
 
 def note_restart(directory: Path, step: int, lost_steps: int) -> None:
-    """Note that the run in ``directory`` resumes after ``step`` and repeats ``lost_steps``."""
+    """Record that the run in ``directory`` resumes after ``step`` and repeats ``lost_steps`` steps."""
     _append(directory, {"step": step, "lost_steps": lost_steps})
 
 
 def note_refusal(directory: Path, reasons: Iterable[str]) -> None:
-    """Note why the run in ``directory`` continues without some hosts."""
+    """Record why the run in ``directory`` continues without some hosts."""
     for reason in reasons:
         _append(directory, {_REFUSED: reason})
 
 
 def noted_refusals(directory: Path) -> list[str]:
-    """Return the noted reasons for which the run continued without some hosts."""
+    """Return the recorded reasons why the run continued without some hosts."""
     found = (_value(line, _REFUSED) for line in _lines(directory))
     return [each for each in found if isinstance(each, str)]
 
 
 def noted_restarts(directory: Path) -> tuple[int, int]:
-    """Return how often the run resumed after a failure, and how many steps it repeated."""
+    """Return how often the run resumed after a failure, and how many steps it has repeated."""
     lost = [
         number for line in _lines(directory) if (number := _number(line, "lost_steps")) is not None
     ]
@@ -120,7 +121,7 @@ def _from_end(path: Path) -> Iterator[tuple[int, int | None]]:
 
 
 def _number(line: bytes, key: str) -> int | None:
-    """Return a number in a line; None if the line is damaged or has no such number."""
+    """Return the number with the key ``key`` in a JSON line; None if the line is damaged or has no such number."""
     found = _value(line, key)
     return found if isinstance(found, int) else None
 

@@ -1,8 +1,8 @@
 """The end of a data source, on which all ranks agree.
 
-A source that has no more rows raises StopIteration. The run then evaluates, saves a checkpoint and ends. An IndexError
-may be the same or a mistake: the run saves a checkpoint and ends with the error. A rank cannot know whether the other
-ranks have rows, so all ranks exchange a flag before each step.
+A source without further rows raises StopIteration. The run then evaluates, saves a checkpoint and ends. An IndexError
+may mean the same, or be a mistake, so the run saves a checkpoint and ends with the error. Some ranks may have rows
+while others have none, so all ranks exchange a flag before each step.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ ENDED = "rows"  # the summary's ``ended`` of such a run
 
 
 class RowsEnd:
-    """Detects the end of one rank's data source. ``everywhere``: all ranks have reached the end; known after
-    :meth:`fetch` has returned None."""
+    """Detects the end of one rank's data source. ``everywhere``: whether all ranks have reached the end; it is valid
+    after :meth:`fetch` has returned None."""
 
     def __init__(self, mesh: Mesh, rows: int) -> None:
         self._mesh, self._rows = mesh, rows
@@ -30,7 +30,8 @@ class RowsEnd:
         self._here = self.everywhere = False
 
     def fetch(self, get: Callable[[], Rows]) -> Rows | None:
-        """Return the batch of ``get()``; None on all ranks if any rank has no more rows. All ranks call it."""
+        """Return the result of ``get()``, a batch. Return None on all ranks if any rank has no more rows. All ranks
+        call it."""
         batch = self._fetch(get)
         ended = self._count(self._here)
         self.everywhere = ended == self._mesh.plan.world_size
@@ -48,8 +49,9 @@ class RowsEnd:
         return None
 
     def refuse(self, step: int) -> None:
-        """Raise :class:`DataError` on all ranks if the rows must not end after ``step``: before the first step, on some
-        ranks only, or by an IndexError. Call it after the step has been saved, if it is saved."""
+        """Raise :class:`DataError` on all ranks if the rows must not end after ``step``: because no step was done,
+        because only some ranks have reached the end, or because the source raised an IndexError. Call it after the step
+        has been saved."""
         mistakes = self._count(bool(self._mistake))
         if not self.everywhere or mistakes or not step:
             self._refuse(step, mistakes > 0)
@@ -78,6 +80,6 @@ class RowsEnd:
 
 
 def _place(error: IndexError) -> str:
-    """Return the error's text and the line that raised it."""
+    """Return the error's text and the source line that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return printable(f"IndexError ({error}, {frame.filename}:{frame.lineno})")

@@ -1,4 +1,4 @@
-"""The status file of a rank: what ``parallax top`` shows of it."""
+"""The status file of a rank, which ``parallax top`` shows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StepObserver(Protocol):
     """Receives the figures of each step of a rank."""
 
     def stepped(self, result: StepResult, step: int, fetch_seconds: float) -> None:
-        """Record a step, the ``step``-th of the run, and the seconds of fetching rows before it."""
+        """Record step number ``step`` of the run, and the seconds that fetching its rows took."""
 
 
 class NoStepObserver:
@@ -43,9 +43,9 @@ class NoStepObserver:
 
 
 class RankStatusFile:
-    """Replaces the status file of a rank at most once a second. It is called as a
-    :class:`~parallax.runtime.failure.heartbeat.Heartbeat` by the rank's watch. It writes on a thread of its own, so
-    that neither training nor the watch waits for a file system that does not answer."""
+    """The status file of a rank, replaced at most once a second. The rank's watch calls it as a
+    :class:`~parallax.runtime.failure.heartbeat.Heartbeat`. A separate thread writes the file, so that neither training
+    nor the watch waits for a file system that does not answer."""
 
     def __init__(
         self,
@@ -59,7 +59,8 @@ class RankStatusFile:
         ranks_here: int = 1,
         sensors: Sensors = lambda: (None, None),
     ) -> None:
-        """``sensors()`` returns the device's temperature and power. ``ranks_here`` share the memory of the host."""
+        """``sensors()`` returns the device's temperature and power. ``ranks_here``: the number of ranks that share the
+        memory of the host."""
         place = plan.coordinate(rank)
         self._directory, self._sensors, self._tokens = directory, sensors, tokens_per_row
         self._rows, self._budget = plan.rows_of(rank), plan.allocator_bytes(rank)
@@ -83,7 +84,7 @@ class RankStatusFile:
         self._writer: threading.Thread | None = None
 
     def stepped(self, result: StepResult, step: int, fetch_seconds: float) -> None:
-        """Take over the figures of a step. They are read on another thread, so they are one new object."""
+        """Take over the figures of a step. They are stored in one new object, because another thread reads them."""
         now = time.monotonic()
         self._times.append((now, step))
         self._begun += 1
@@ -114,8 +115,8 @@ class RankStatusFile:
         return (now - first) / (step - done) * (self._base.steps - step) if step > done else None
 
     def beat(self, status: BeatStatus) -> None:
-        """Begin to write the file in a thread. Does nothing less than a second after the last write, while a write
-        runs, and after the end of the run."""
+        """Start to write the file in a thread. Does nothing if the last write is less than a second ago or still
+        running, or if the run has ended."""
         due = time.monotonic() - self._written_at >= _WRITE_SECONDS and not self._base.ended
         if due and (self._writer is None or not self._writer.is_alive()):
             doing = (str(status.seen).partition(", ")[0],)
@@ -125,12 +126,12 @@ class RankStatusFile:
             self._writer.start()
 
     def wait(self) -> None:
-        """Wait until no file is being written."""
+        """Wait until the current write has ended."""
         if self._writer is not None:
             self._writer.join()
 
     def end(self, how: str = "ended") -> None:
-        """Write the last file: the run ended, and ``how``."""
+        """Write the file for the last time, with ``how``, the way in which the run ended."""
         self._base = replace(self._base, ended=how)
         self._write("")
 
@@ -156,7 +157,8 @@ class RankStatusFile:
 
 
 def _utilization_of(plan: Plan, profile: ModelProfile | None, pipeline_rank: int) -> Utilization:
-    """Return the operations of a row in the blocks of one pipeline rank, with the peak of its device."""
+    """Return the meter of model FLOP utilization for one pipeline rank: the operations of its blocks for a row, and the
+    peak of its device."""
     if profile is None:
         return Utilization()
     blocks = [
@@ -169,6 +171,6 @@ def _utilization_of(plan: Plan, profile: ModelProfile | None, pipeline_rank: int
 
 
 def _host_bytes() -> int:
-    """Return the memory that the processes of this host share."""
+    """Return the bytes of memory that the processes of this host share."""
     shared = [limit.limit_bytes for limit in memory_limits() if not limit.per_process]
     return min([psutil.virtual_memory().total, *shared])

@@ -1,4 +1,4 @@
-"""Reasons to end a training loop early, and the agreement that ends all ranks after the same step, with a checkpoint.
+"""Reasons to end a training loop early. All ranks agree on them, and end after the same step with a checkpoint.
 
 ::
 
@@ -6,8 +6,8 @@
                          the last one
     at a checkpoint      every rank evaluates each reason; the result of rank 0, whose clock timed the steps, counts
 
-The numbers are exchanged together with the other statistics of a step. A new reason is one more class here, and an
-entry in the list of the training loop.
+The numbers are exchanged together with the other statistics of a step. To add a reason, write one more class here, and
+add it to the list in the training loop.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ LEAST_DIFFERENCE = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What the ranks agreed on about one reason: the maximum ``number`` of all ranks, and the ``message`` of rank 0."""
+    """The agreement of the ranks about one reason: the maximum ``number`` of all ranks, and the ``message`` of rank
+    0."""
 
     number: int = 0
     message: str = ""
 
 
 class StopReason(Protocol):
-    """A reason to end a run early; all fields are equal on every rank.
+    """A reason to end a run early. All fields are equal on every rank.
 
-    ``name``: the value of ``ended`` in the summary. ``at_checkpoints``: call :meth:`verdict` at checkpoints. ``ends``:
-    a verdict ends the run; otherwise it is only reported. ``then``: a description of what happens next, for messages.
+    ``name``: the value of ``ended`` in the summary. ``at_checkpoints``: whether to call :meth:`verdict` at checkpoints.
+    ``ends``: whether a verdict ends the run, or is only reported. ``then``: what happens next, for messages.
     """
 
     name: str
@@ -61,7 +62,7 @@ class StopReason(Protocol):
 
 
 class Requested:
-    """A rank was requested to end by a signal; the number is the signal's."""
+    """A rank was requested to end by a signal. The number of this reason is the number of the signal."""
 
     name, at_checkpoints, ends, then = "stopped", False, True, ""
 
@@ -75,13 +76,13 @@ class Requested:
         return ""
 
     def summary_entries(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:
-        """Return the signal, if it ended the run."""
+        """Return the number of the signal, if it ended the run."""
         return {"stopped": agreed.number if ended else 0}
 
 
 class Drifted:
-    """The step times differ from the plan's prediction, or a rank stays slow, as ``evaluate`` finds. If the reason
-    ``ends`` the run, the run resumes under another plan."""
+    """The step times differ from the plan's prediction, or a rank stays slow. ``evaluate()`` returns a message that
+    tells which, or "". If the reason ``ends`` the run, the run resumes under another plan."""
 
     name, then = "drift", "another plan continues from here"
 
@@ -96,13 +97,13 @@ class Drifted:
         return self._evaluate()
 
     def summary_entries(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:  # noqa: ARG002
-        """Return the error of the prediction, or the slow ranks."""
+        """Return the message about the step times or the slow ranks."""
         return {"drift": agreed.message}
 
 
 def drift(seconds: Sequence[float], predicted: float) -> str:
     """Return why the measured steps show that the prediction is wrong; empty if they do not, or if there are too few.
-    ``seconds``: those of each step so far. ``predicted``: the predicted seconds of a step."""
+    ``seconds``: the duration of each step so far. ``predicted``: the predicted duration of a step."""
     timed = seconds[WARM_UP:]
     if len(timed) < STEPS_TO_EVALUATE or predicted <= 0:
         return ""
@@ -113,8 +114,8 @@ def drift(seconds: Sequence[float], predicted: float) -> str:
 
 
 def contradiction(measured: float, predicted: float, steps: int) -> str:
-    """Return why the measured steps show that the profile behind the prediction ``predicted`` is wrong; "" if they do
-    not. ``steps``: their number; ``measured``: their typical seconds."""
+    """Return why the measured steps show that the profile behind a plan is wrong; "" if they do not. ``measured``: the
+    typical duration of ``steps`` steps. ``predicted``: the duration of a step that was computed from the profile."""
     if steps < WARM_UP + STEPS_TO_EVALUATE or min(measured, predicted) <= 0:
         return ""
     ratio = measured / predicted
@@ -124,8 +125,8 @@ def contradiction(measured: float, predicted: float, steps: int) -> str:
 
 
 class Stopping:
-    """The reasons to end a run early, and for each reason the agreement of all ranks. If several reasons apply, the
-    first counts."""
+    """The reasons to end a run early, with the agreement of all ranks on each. If several reasons apply, the first one
+    counts."""
 
     def __init__(self, reasons: Sequence[StopReason], mesh: Mesh) -> None:
         self._reasons, self._mesh = tuple(reasons), mesh
@@ -133,12 +134,12 @@ class Stopping:
 
     @property
     def is_last_step(self) -> bool:
-        """Whether the current step is the last one."""
+        """Whether the run ends after the current step."""
         return any(agreed.number for agreed in self._agreed)
 
     @property
     def ends_run(self) -> bool:
-        """Whether the loop ends here."""
+        """Whether the loop must end now."""
         return self._first() is not None
 
     def columns(self) -> dict[str, float]:
@@ -146,19 +147,18 @@ class Stopping:
         return {f"stop_{n}": reason.stop_requested() for n, reason in enumerate(self._reasons)}
 
     def agree(self, columns: Mapping[str, Sequence[float]]) -> None:
-        """Update the agreement with ``columns``, the numbers of all ranks by name, which include those of
-        :meth:`columns`."""
+        """Update the agreement. ``columns``: name → numbers of all ranks, including those of :meth:`columns`."""
         for n, known in enumerate(self._agreed):
             number = known.number or int(max(columns[f"stop_{n}"]))
             self._agreed[n] = Agreed(number, known.message)
 
     def exchange(self) -> None:
-        """Agree without a step that exchanges the numbers; all ranks call it."""
+        """Agree outside of a step, with a separate exchange of the numbers. All ranks call it."""
         if not self.is_last_step:
             self.agree(self._mesh.gather_columns(self.columns()))
 
     def evaluate(self) -> list[str]:
-        """Return the new messages at a checkpoint; all ranks call it."""
+        """Evaluate the reasons at a checkpoint, and return the new messages. All ranks call it."""
         found = []
         for index, reason in enumerate(self._reasons):
             known = self._agreed[index]
@@ -171,8 +171,8 @@ class Stopping:
         return found
 
     def summary(self, *, complete: bool) -> dict[str, Any]:
-        """Return the summary's ``ended`` and the entries of each reason; if the run is ``complete``, no reason ended
-        it."""
+        """Return the summary's ``ended``, and the entries of each reason. ``complete``: the run has done all its steps,
+        so that no reason ended it."""
         first = None if complete else self._first()
         facts = {
             key: value

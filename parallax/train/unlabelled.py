@@ -1,6 +1,6 @@
-"""New rows for a trained model: inputs without targets, read as the kind of data that their files hold.
+"""New rows for a trained model: inputs without targets, read from files of any supported kind.
 
-A kind of data returns such rows from :meth:`~parallax.train.data.indexed.IndexedDataConfig.unlabelled`.
+Each kind of data returns such rows from :meth:`~parallax.train.data.indexed.IndexedDataConfig.unlabelled`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ _HEAD_BYTES = 8192
 
 
 def settings_for(path: str, stored: DataConfig) -> DataConfig:
-    """Return the settings to read ``path`` with: those of the run's data ``stored``, if it is of the kind that the
-    files hold, or else the kind's own, with what both have in common, such as the size of images."""
+    """Return the data settings with which ``path`` is read. If the run's own settings, ``stored``, are of the kind that
+    the files have, use these. Otherwise use the settings of that kind, with the values that it has in common with
+    ``stored``, such as the size of images."""
     kinds = _kinds_of(data_path("--inputs", path))
     if stored.name in kinds:
         labels = {"labels": ""} if hasattr(stored, "labels") else {}
@@ -57,7 +58,7 @@ def settings_for(path: str, stored: DataConfig) -> DataConfig:
 
 
 def _kinds_of(path: Path) -> tuple[str, ...]:
-    """Return the kinds of data that read the file, or the first known file of the folder, ``path``."""
+    """Return the kinds of data that can read ``path``; for a folder, those that can read its first known file."""
     for file in [path] if path.is_file() else _walk(path):
         for suffixes, kinds in _KINDS.items():
             if file.name.lower().endswith(suffixes):
@@ -84,8 +85,8 @@ def _is_text(path: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class UnlabelledDataConfig(IndexedDataConfig):
-    """The rows of ``kind``, without targets and in their order. ``bad``: stop raises at a row that cannot be read, skip
-    puts another row in its place and names it in the part ``skipped`` of the batch."""
+    """The rows of the data ``kind``, in order and without targets. ``bad``: the reaction to a row that cannot be read:
+    stop raises an error; skip puts another row in its place, and names it in the part ``skipped`` of the batch."""
 
     name: str = ""
     kind: IndexedDataConfig
@@ -94,7 +95,8 @@ class UnlabelledDataConfig(IndexedDataConfig):
 
     @classmethod
     def of(cls, kind: DataConfig, bad: str) -> UnlabelledDataConfig:
-        """Return the settings. Raises :class:`ConfigError` for a kind whose rows have no numbers."""
+        """Return the settings for the rows of ``kind``. Raises :class:`ConfigError` for data whose rows cannot be
+        accessed by number."""
         if not isinstance(kind, IndexedDataConfig):
             raise ConfigError(
                 f"data={kind.name}: its rows have no numbers, so they cannot be predicted; use a kind of data that has "
@@ -122,7 +124,8 @@ class UnlabelledDataConfig(IndexedDataConfig):
 
 
 class UnlabelledTable:
-    """The inputs of ``table``; targets are None. With ``skips``, a bad row is replaced by another."""
+    """The inputs of ``table``; targets are None. With ``skips``, another row takes the place of a row that cannot be
+    read."""
 
     whole = False
 
@@ -135,7 +138,7 @@ class UnlabelledTable:
         return len(self._table)
 
     def row_names(self, rows: Numbers) -> list[str] | None:
-        """Return the file of each row; None if rows have none of their own."""
+        """Return the file of each row; None if rows are not files."""
         names = getattr(self._table, "row_names", None)
         return None if names is None else names(rows)
 
@@ -163,7 +166,8 @@ class UnlabelledTable:
         return self._table.read(rows, seeds, frozenset({INPUTS}))[INPUTS]
 
     def _without_bad(self, rows: Numbers, seeds: Seeds) -> tuple[Any, list[tuple[int, str]]]:
-        """Return the inputs of ``rows``, and the bad rows, in whose place there is a row that can be read."""
+        """Return the inputs of ``rows``, and the bad rows with their errors. In the inputs, a readable row takes the
+        place of each bad one."""
         bad: list[tuple[int, str]] = []
         sound = list[int]()
         for place in range(len(rows)):

@@ -14,10 +14,10 @@ class Watchdog(Protocol):
         """Return the number of the signal that requested this rank to end, or 0."""
 
     def served(self) -> None:
-        """Record that everything is saved, as the signal demands."""
+        """Record that everything is saved, so that this rank has met the deadline of a request to end."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Name the activity inside this context, outside of steps."""
+        """Give the activity in this context a name, for use outside of steps."""
 
 
 class NoWatchdog:

@@ -1,4 +1,4 @@
-"""``parallax plan --what-if``: one plan for each combination of some settings, side by side."""
+"""``parallax plan --what-if``: make one plan for each combination of some settings, and show them side by side."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SHORT = {"devices": "cluster.devices", "nodes": "cluster.nodes"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The outcome for one combination of settings: its plan and costs, or the reason why there is no plan. Costs are in
-    the currency of ``cluster.price_per_hour``; 0 without prices. Tokens are 0 if rows are not tokens."""
+    """The outcome for one combination of settings: its plan and costs, or why there is no plan. Costs are in the
+    currency of ``cluster.price_per_hour``; 0 if prices are unknown. Tokens are 0 if rows are not tokens."""
 
     settings: dict[str, str]
     fits: bool
@@ -44,7 +44,7 @@ class Outcome:
 
 
 def what_if(parsed: argparse.Namespace, console: Console) -> int:
-    """Plan every combination and return the exit code. All settings are read before the first plan."""
+    """Plan every combination, and return the exit code. All settings are checked before the first plan."""
     alternatives = [alternative(text, "--what-if") for text in parsed.what_if]
     combinations = [dict(chosen) for chosen in itertools.product(*alternatives)]
     outcomes: list[Outcome] = []
@@ -77,7 +77,7 @@ def what_if(parsed: argparse.Namespace, console: Console) -> int:
 
 
 def alternative(text: str, option: str) -> list[tuple[str, str]]:
-    """Split ``key=a,b``, given to ``option``, into pairs of key and value."""
+    """Return a (key, value) pair for each value in ``text``, which is ``key=a,b``. Error messages name ``option``."""
     key, equals, values = text.partition("=")
     found = list(_split(values))
     if not equals or not key or not all(found):
@@ -88,7 +88,7 @@ def alternative(text: str, option: str) -> list[tuple[str, str]]:
 
 
 def _split(values: str) -> Iterator[str]:
-    """Split at commas outside of brackets."""
+    """Yield the parts of ``values`` between commas that are outside of brackets."""
     depth, start = 0, 0
     for index, sign in enumerate(values):
         depth += (sign in "[{(") - (sign in ")}]")
@@ -131,7 +131,7 @@ def _outcome(settings: dict[str, str], config: RunConfig, plan: Plan, cluster: C
 
 
 def what_if_table(outcomes: Sequence[Outcome]) -> Table:
-    """Return a table with a row for each combination, with prices if any is known."""
+    """Return a table with a row for each combination. It has prices if any is known."""
     priced = any(outcome.cost_per_hour > 0 for outcome in outcomes)
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for key in outcomes[0].settings:

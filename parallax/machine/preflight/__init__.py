@@ -1,1 +1,1 @@
-"""Preflight: compare the resources that a run's ranks need on this host with those it has, before the run starts."""
+"""Check, before a run starts, that this host has the resources that the run's ranks need."""

@@ -1,4 +1,4 @@
-"""Free bytes in folders, by file system, quota and file-size limit; and the clock of the file system."""
+"""Check the free bytes of folders (file system, quota, file-size limit), and the clock of their file systems."""
 
 from __future__ import annotations
 
@@ -39,8 +39,11 @@ class _Quota(ctypes.Structure):
 
 
 def quota_free_bytes(folder: Path) -> int | None:
-    """Return the free bytes of the user's quota on the file system of ``folder``; None if there is no quota or it
-    cannot be read, as on network file systems. statvfs does not report quotas."""
+    """Return the bytes that the user's quota leaves free on the file system of ``folder``. statvfs does not report
+    quotas.
+
+    None if there is no quota or if it cannot be read, as on network file systems.
+    """
     if sys.platform != "linux":
         return None
     found = _Quota()
@@ -62,7 +65,7 @@ def quota_free_bytes(folder: Path) -> int | None:
 
 
 def check_folders(needs: Sequence[FolderNeeds]) -> Iterator[Finding]:
-    """Yield the problems of folders with too few free bytes. Folders on one file system share its free bytes."""
+    """Yield a problem for each folder with too few free bytes. Folders on one file system share its free bytes."""
 
     def device(each: FolderNeeds) -> int:
         return existing_parent(each.folder).stat().st_dev
@@ -97,8 +100,10 @@ def _check_together(needs: Sequence[FolderNeeds]) -> Iterator[Finding]:
 
 
 def check_clock(folder: Path, now: Callable[[], float] = time.time) -> Iterator[Finding]:
-    """Yield a problem if the file system of ``folder`` does not give a new file the present time: left-over files are
-    recognised by their age. Unwritable folders are ignored here."""
+    """Yield a problem if the file system of ``folder`` gives new files a time that differs from the clock of this host.
+
+    Left-over files are recognised by their age. Folders that cannot be written are ignored here.
+    """
     place = existing_parent(folder)
     try:
         with tempfile.TemporaryFile(dir=place) as file:

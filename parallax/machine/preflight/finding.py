@@ -1,4 +1,4 @@
-"""Problems of a host, and their remedies."""
+"""A problem of a host with its remedy, and the error that reports problems."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Finding:
 
 
 def refuse(findings: Iterable[Finding], where: str = "this host") -> None:
-    """Raise one :class:`PreflightError` for all ``findings``, in one line; no-op if there are none."""
+    """Raise one :class:`PreflightError` of one line for all ``findings``; no-op if there are none."""
     problems = [f"{each.what}: {each.remedy}" for each in findings]
     if problems:
         raise PreflightError(f"{where} cannot run it: {'; '.join(problems)}")

@@ -1,4 +1,4 @@
-"""Check the memory for all ranks of a host against RAM, control groups, process limits and shared memory."""
+"""Check that the memory of all ranks of a host fits RAM, control groups, process limits and shared memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_memory(needs: HostNeeds) -> Iterator[Finding]:
 
 
 def check_limits(needs: HostNeeds) -> Iterator[Finding]:
-    """Yield the process limits that are too small for the largest rank."""
+    """Yield a problem for each process limit (rlimit) that is too small for the largest rank."""
     planned = max((rank.memory_bytes for rank in needs.ranks if rank.reserved), default=0)
     limits = [("RLIMIT_DATA", "ulimit -d", PROCESS_DATA_BYTES)]
     if not needs.accelerators:  # their drivers reserve huge address ranges
@@ -66,8 +66,10 @@ def check_limits(needs: HostNeeds) -> Iterator[Finding]:
 
 
 def check_shared(needs: HostNeeds) -> Iterator[Finding]:
-    """Yield a problem if ``/dev/shm`` is too small. NCCL moves data between devices of one host through it; channels
-    between CPU ranks use anonymous memory, which only RAM limits."""
+    """Yield a problem if ``/dev/shm`` is too small for NCCL, which moves data between devices of one host through it.
+
+    Channels between CPU ranks use anonymous memory instead, which only RAM limits.
+    """
     size = shared_memory_bytes()
     by_shm = needs.accelerators > 1 and os.environ.get("NCCL_SHM_DISABLE", "0") != "1"
     if by_shm and size is not None and size < SHARED_BYTES:

@@ -1,4 +1,4 @@
-"""Data on the resources that a run's ranks need on one host, as far as known before they start."""
+"""The resources that a run's ranks need on one host, as far as they are known before the run starts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ SHARED_BYTES = 32 * 2**20  # estimate of /dev/shm that NCCL uses between the dev
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankNeeds:
-    """The needs of one rank. ``memory_bytes``: the RAM that the plan predicts; 0 unless device or tier is RAM.
-    ``reserved``: this memory counts towards process limits on data, which ignore pinned and shared memory."""
+    """The memory that one rank needs.
+
+    ``memory_bytes`` is the RAM that the plan predicts; 0 if neither the device nor the offload tier is in RAM.
+    ``reserved`` is True if this memory counts towards process limits on data. Pinned and shared memory does not.
+    """
 
     memory_bytes: int
     reserved: bool = True
@@ -29,8 +32,11 @@ class RankNeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderNeeds:
-    """The need of free bytes in a folder: ``size`` bytes, of which ``largest_bytes`` are in one file. ``what``: a
-    description with the arithmetic; ``remedy``: advice if the bytes are not free."""
+    """The free bytes that a run needs in a folder.
+
+    ``size`` is the total in bytes, of which ``largest_bytes`` are in one file. ``what`` describes the files and shows
+    the arithmetic. ``remedy`` is advice for the case that the bytes are not free.
+    """
 
     folder: Path
     size: int
@@ -41,9 +47,12 @@ class FolderNeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostNeeds:
-    """The needs on one host. ``ranks``: the ranks of this host. ``world``: number of ranks on all hosts.
-    ``accelerators``: number of ranks here whose device is not RAM. ``process_bytes``: memory of each process that has
-    not started yet."""
+    """The resources that a run needs on one host.
+
+    ``ranks`` are the ranks of this host, and ``world`` is the number of ranks on all hosts. ``accelerators`` is the
+    number of ranks here whose device has its own memory. ``process_bytes`` is the memory of each process that has not
+    started yet.
+    """
 
     ranks: tuple[RankNeeds, ...]
     world: int

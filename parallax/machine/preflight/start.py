@@ -1,7 +1,7 @@
-"""Preflight: refuse a run that does not fit this host before it starts, in one line with the arithmetic.
+"""Refuse a run that does not fit this host before it starts, in one line that shows the arithmetic.
 
-It takes milliseconds and prints nothing if all is well. Needs are those that the plan proves, and low estimates of all
-others, so a refused run would almost certainly fail.
+The check takes milliseconds and prints nothing if all is well. It uses the memory that the plan predicts and low
+estimates of all other needs, so a refused run would almost certainly fail.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ def _findings(needs: HostNeeds) -> Iterator[Finding]:
 
 
 def check_process() -> None:
-    """Raise :class:`~parallax.errors.PreflightError` if a process limit is too small to import torch; torch itself
-    could not even report the error."""
+    """Raise :class:`~parallax.errors.PreflightError` if a process limit is too small to import torch.
+
+    torch itself could not even report the error.
+    """
     for name, command, own in (
         ("RLIMIT_DATA", "ulimit -d", IMPORT_DATA_BYTES),
         ("RLIMIT_AS", "ulimit -v", IMPORT_ADDRESS_BYTES),

@@ -1,1 +1,1 @@
-"""Deferred initialization: record a model's constructor without memory, and replay it for one stage."""
+"""Deferred initialization: record a model's constructor without allocating memory, and replay it for one stage."""

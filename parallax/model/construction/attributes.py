@@ -1,4 +1,6 @@
-"""Find tensors of a module that are neither parameters nor buffers: in attributes, lists, dicts and plain objects."""
+"""Find the tensors of a module that are neither parameters nor
+buffers: in attributes, lists, dicts and plain objects.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,10 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
 def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return path → tensor for the tensors of ``model`` that are neither parameters nor buffers. Modules that only an
-    attribute refers to are not searched."""
+    """Return {path: tensor} for the tensors of ``model`` that are neither parameters nor buffers.
+
+    Modules that are not registered as submodules are not searched.
+    """
     seen: set[int] = set()
     found: dict[str, Tensor] = {}
     for name, module in model.named_modules():
@@ -30,8 +34,10 @@ def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_functions(model: nn.Module, log: OperationLog) -> None:
-    """Raise :class:`Unrecordable` if an attribute holds a function whose closure has a tensor or a module of ``model``:
-    a deep copy of the module would still refer to the original."""
+    """Raise :class:`Unrecordable` if an attribute is a function whose closure holds a tensor or a module of ``model``.
+
+    A deep copy of the module would still refer to the original.
+    """
     inside = {id(module) for module in model.modules()}
     seen: set[int] = set()
     for name, module in model.named_modules():
@@ -53,7 +59,7 @@ def _inside(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Tensor
 
 
 def _functions(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield functions in a module's attributes and in containers there, but not inside other objects."""
+    """Yield the functions in a module's attributes and in containers there, but not inside other objects."""
     if isinstance(value, types.FunctionType):
         yield value
     elif isinstance(value, Mapping | list | tuple | set | functools.partial):
@@ -62,7 +68,7 @@ def _functions(value: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def _parts(value: Any, seen: set[int]) -> list[tuple[Any, Any]]:
-    """Return the content of a container or an object; empty if it was visited before."""
+    """Return the (key, value) pairs of a container or an object; empty if it was visited before."""
     if isinstance(value, (*_ATOMS, *_FUNCTIONS, nn.Module, Tensor)) or id(value) in seen:
         return []
     seen.add(id(value))

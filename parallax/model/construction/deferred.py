@@ -1,14 +1,12 @@
-"""Deferred initialization: build a model by its own constructor without memory, and compute the values of one stage
-later.
+"""Deferred initialization: build a model with its own constructor without memory, and compute one stage's values later.
 
 The operations of a constructor are logged while it runs (:mod:`parallax.model.construction.recorder`), and replayed for
-the requested tensors (:mod:`parallax.model.construction.replay`): the same operations, so the same constants,
-distributions and numbers, independent of the tensors that are requested and of their order. A constructor that cannot
-be recorded runs again, whole, in each process that needs values.
+the requested tensors (:mod:`parallax.model.construction.replay`). Since the operations are the same, constants and
+random numbers are the same, whichever tensors are requested in whichever order. If a constructor cannot be recorded,
+each process that needs values runs it again as a whole.
 
-State that a constructor leaves in the process must not hold meta tensors. Function caches are cleared. Other tensors
-that it keeps outside the model, in class attributes or module globals, get their values, for the next constructor and
-the loss.
+A constructor may leave meta tensors in the process, outside the model. Function caches are cleared. Tensors in class
+attributes or module globals get their real values, because the next constructor or the loss may use them.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ ModelFactory = Callable[[], nn.Module]
 
 
 class Values(Protocol):
-    """Makes the real values of the meta tensors of a skeleton, a model on the meta device."""
+    """The interface to an object that creates the real values of a model whose tensors are on the meta device."""
 
     def deepcopy_memo(
         self,
@@ -51,15 +49,21 @@ class Values(Protocol):
         known: Mapping[int, Any],
         filled: Collection[int] = (),
     ) -> dict[int, Any]:
-        """Return the ``memo`` for ``copy.deepcopy`` of ``module``, a module of the skeleton. It maps ids to real CPU
-        tensors, floating-point ones in ``dtype``. ``known``: existing entries. ``filled``: ids of tensors that need no
-        values, because the caller overwrites them."""
+        """Return a ``memo`` with which ``copy.deepcopy`` copies ``module`` with real values.
+
+        It maps ids of the tensors of ``module``, a module of the skeleton, to CPU tensors; floating-point ones have
+        ``dtype``. ``known`` are existing entries. ``filled`` are ids of tensors that need no values, because the caller
+        overwrites them.
+        """
         ...
 
 
 class DeferredModel:
-    """``model`` is the skeleton: all parameters and buffers on the meta device. ``attributes``: its other tensors, by
-    path. ``unwritten``: names of parameters that the constructor left uninitialized."""
+    """A model built without memory, from which stages with values can be made.
+
+    ``model`` is the skeleton, with all parameters and buffers on the meta device. ``attributes`` are its other tensors,
+    by path. ``unwritten`` are the names of parameters that the constructor left uninitialized.
+    """
 
     def __init__(
         self, model: nn.Module, unwritten: tuple[str, ...], values: Callable[[], Values]
@@ -68,8 +72,10 @@ class DeferredModel:
         self.attributes = plain_tensors(model)
 
     def with_attributes(self) -> nn.Module:
-        """Return the model with values in the tensors of ``attributes``, for code that runs outside the stages, such as
-        a loss."""
+        """Return the model with real values in the tensors of ``attributes``.
+
+        It is for code that runs outside the stages, such as a loss.
+        """
         if not self.attributes:
             return self.model
         held = {id(t): t for t in [*self.model.parameters(), *self.model.buffers()]}
@@ -79,8 +85,11 @@ class DeferredModel:
 
 
 def deferred_init(factory: ModelFactory, seed: int) -> DeferredModel:
-    """Run ``factory`` on the meta device. ``seed`` seeds its random numbers, unless it seeds them itself. Raises
-    :class:`DescribeError` if it returns no model, or one with lazy parameters."""
+    """Run the model constructor ``factory`` on the meta device, and return the model.
+
+    ``seed`` seeds the random numbers, unless the constructor seeds them itself. Raises :class:`DescribeError` if
+    ``factory`` returns no model, or one with lazy parameters.
+    """
     try:
         return _record(factory, seed)
     except (DescribeError, HangError):
@@ -109,8 +118,10 @@ def _record(factory: ModelFactory, seed: int) -> DeferredModel:
 
 
 def uncompiled(model: Any) -> Any:
-    """Return ``model`` with torch.compile's wrappers replaced by the modules that they wrap: a wrapper changes tensor
-    names to ``_orig_mod.…``, and blocks inside a compiled model are not accessible."""
+    """Return ``model`` with torch.compile's wrappers replaced by the modules inside them.
+
+    A wrapper changes tensor names to ``_orig_mod.…``, and blocks inside a compiled model are not accessible.
+    """
     if not isinstance(model, nn.Module):
         return model
     found = False
@@ -157,7 +168,7 @@ def _check(model: Any) -> None:
 
 
 def _skeleton(model: nn.Module, log: OperationLog) -> nn.Module:
-    """Return ``model`` with meta tensors in place of tensors that existed before its constructor."""
+    """Return ``model`` with meta tensors in place of tensors that existed before its constructor ran."""
     kept: dict[int, Any] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -172,8 +183,10 @@ def _skeleton(model: nn.Module, log: OperationLog) -> nn.Module:
 
 
 def _separate_from_outside(model: nn.Module, log: OperationLog) -> None:
-    """Replace the model's buffers and attribute tensors by new tensor objects. The constructor may also keep the
-    original objects outside of the model, where they are filled with values later."""
+    """Replace the model's buffers and attribute tensors by new tensor objects.
+
+    The constructor may also keep the original objects outside the model, where they get real values later.
+    """
     parted: dict[int, Tensor] = {}
     for module in model.modules():
         for held in (module._buffers, vars(module)):
@@ -191,7 +204,7 @@ def _unwritten(model: nn.Module, log: OperationLog) -> tuple[str, ...]:
 
 
 class _Replayed:
-    """Values from a recorded constructor."""
+    """The values of a recorded constructor, computed by replaying its operations."""
 
     def __init__(self, log: OperationLog, seed: int) -> None:
         self._log, self._replay = log, Replay(log, seed)
@@ -203,7 +216,7 @@ class _Replayed:
         known: Mapping[int, Any],
         filled: Collection[int] = (),
     ) -> dict[int, Any]:
-        """See :class:`Values`. Shared tensors and shared memory stay shared."""
+        """See :class:`Values`. Tensors that are the same object, or that share memory, still do so in the copy."""
         own = {id(t): t for t in [*module.parameters(), *module.buffers()]}
         plain = {id(t): t for t in plain_tensors(module).values() if id(t) not in own}
         parts: dict[int, Any] = dict(known)
@@ -247,9 +260,11 @@ def _build_on_host(factory: ModelFactory, seed: int, reason: str) -> DeferredMod
 
 
 class _Built:
-    """Real values for a constructor that cannot be recorded: it runs again, normally, on the CPU. The first request for
-    a module gets the built module itself, because functions in it may refer to this model; later requests get
-    copies."""
+    """The values of a constructor that cannot be recorded: it runs again, normally, on the CPU.
+
+    The first request for a module gets the built module itself, because functions in the module may refer to it. Later
+    requests get copies.
+    """
 
     def __init__(self, factory: ModelFactory, seed: int, skeleton: nn.Module) -> None:
         with seeded(seed):
@@ -301,7 +316,7 @@ _ATOMS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 
 @contextmanager
 def cleared_caches(log: OperationLog) -> Iterator[None]:
-    """A context that clears every ``functools.lru_cache`` that was given a tensor of ``log`` inside."""
+    """A context that, on exit, clears every ``functools.lru_cache`` that was called with a tensor of ``log`` inside."""
     before = {id(cache): cache.cache_info().misses for cache in _caches()}
     try:
         yield
@@ -312,7 +327,10 @@ def cleared_caches(log: OperationLog) -> Iterator[None]:
 
 
 def fill_outside_tensors(log: OperationLog, replay: Replay, own: Collection[int]) -> None:
-    """Give values to every live tensor of ``log`` that is not in ``own``, the ids of the model's tensors."""
+    """Give real values to the tensors in ``log`` that exist outside the model.
+
+    ``own`` are the ids of the model's tensors.
+    """
     if not _alive(log, own):
         return
     gc.collect()

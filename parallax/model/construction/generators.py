@@ -1,8 +1,8 @@
-"""The random generators of a recorded constructor.
+"""Track the random generators of a recorded constructor.
 
-No numbers are drawn while a constructor is recorded, so a generator's state does not advance. After each draw the
-generator is set to a unique state, a mark, and the log stores which draw the mark follows. If the constructor seeds a
-generator or restores an earlier state, the state differs from the last mark, which reveals it.
+No numbers are drawn while a constructor is recorded, so a generator's state does not advance. Instead, after each draw
+the generator is set to a unique state, a mark, and the log stores which draw the mark follows. If the constructor seeds
+a generator or restores an earlier state, the state differs from the last mark, so this is detected.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class Generators:
-    """The generators of one constructor; ``seed`` seeds Python's and numpy's."""
+    """The random generators of one constructor. ``seed`` seeds the generators of Python and numpy."""
 
     def __init__(self, seed: int) -> None:
         self._seed, self._marks = seed, 0
@@ -45,7 +45,7 @@ class Generators:
 
     @contextlib.contextmanager
     def begun(self) -> Iterator[None]:
-        """A context in which the constructor runs; every generator is restored at its end."""
+        """A context in which the constructor runs. On exit, the states of all random generators are restored."""
         with seeded(self._seed):
             self._mark(torch.default_generator, OwnState(0))
             try:
@@ -55,8 +55,10 @@ class Generators:
                     generator.set_state(state)
 
     def next(self, generator: torch.Generator | None, place: int) -> Drawn:
-        """Return the random state from which the operation with index ``place`` draws; ``generator``: None for the
-        default one."""
+        """Return the random state from which the logged operation ``place`` draws.
+
+        ``generator`` None is torch's default generator.
+        """
         generator = torch.default_generator if generator is None else generator
         if generator.device.type != "cpu":
             raise Unrecordable(f"random numbers of a generator on {generator.device}")

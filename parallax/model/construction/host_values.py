@@ -1,8 +1,7 @@
-"""Intercept reads of a tensor's values and device while a constructor is recorded, because a meta tensor would return
-wrong results.
+"""Intercept functions that read a tensor's values or device while a constructor is recorded on meta tensors.
 
-A recorded tensor reports that it is on the CPU, with an address of its own, and gives its values to numpy, lists and
-printing. Writes through numpy cannot be logged and are refused.
+A recorded tensor reports that it is on the CPU, has a unique address, and gives its values to numpy, lists and
+printing. Writes through numpy cannot be logged, so they raise an error.
 """
 
 from __future__ import annotations
@@ -38,8 +37,10 @@ _NOWHERE = (Tensor.cpu, Tensor.cuda, Tensor.pin_memory, Tensor.share_memory_)
 
 
 class HostValueInterceptor(TorchFunctionMode):
-    """Intercepts functions that read values or the device of a tensor that ``recorder`` has recorded, and returns the
-    results that a plain CPU tensor would give."""
+    """Gives functions that read values or the device of a recorded tensor the results that a CPU tensor would give.
+
+    ``recorder`` has recorded the tensor.
+    """
 
     def __init__(self, recorder: OperatorRecorder) -> None:
         super().__init__()
@@ -61,8 +62,11 @@ class HostValueInterceptor(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Handle a torch function: reads and constructors are answered here, other functions run and are intercepted as
-        operators."""
+        """Handle a torch function call.
+
+        Reads of values and constructors of tensors are handled here. Other functions run, and their operators are
+        intercepted.
+        """
         kwargs = kwargs or {}
         if function in _MADE_OF_VALUES:
             args = tuple(self._numbers(part) for part in args)
@@ -78,8 +82,10 @@ class HostValueInterceptor(TorchFunctionMode):
         return self._on_meta(function, *args, **kwargs)
 
     def _on_meta(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a call in which the constructor requested the meta device; its tensor has no values in a plain run
-        either."""
+        """Run a call in which the constructor itself requested the meta device.
+
+        The result has no values in a normal run of the constructor either.
+        """
         before, self._recorder.to_meta = self._recorder.to_meta, True
         try:
             return function(*args, **kwargs)
@@ -87,14 +93,16 @@ class HostValueInterceptor(TorchFunctionMode):
             self._recorder.to_meta = before
 
     def check(self) -> None:
-        """Raise :class:`Unrecordable` if memory shared with numpy was changed."""
+        """Raise :class:`Unrecordable` if memory that was shared with numpy has changed."""
         for tensor, digest in self._shown:
             if fingerprint(tensor.untyped_storage()) != digest:
                 raise Unrecordable("it writes into what numpy() of a tensor returned")
 
     def _numbers(self, value: Any) -> Any:
-        """Return nested lists with real tensors in place of recorded ones. torch builds a tensor from lists without
-        calling operators, so recorded tensors cannot be intercepted there."""
+        """Return nested lists with real tensors in place of recorded ones.
+
+        torch builds a tensor from lists without calling operators, so recorded tensors cannot be intercepted there.
+        """
 
         def number(part: Any) -> Any:
             return self._recorder.real(part) if isinstance(part, Tensor) else part
@@ -120,7 +128,10 @@ class HostValueInterceptor(TorchFunctionMode):
         return ((view.cell.number + 1) << 40) + view.offset * view.dtype.itemsize
 
     def _of_one_kind(self, tensor: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both tensors, one converted to meta if only the other is recorded."""
+        """Return both tensors.
+
+        If only one of them is recorded, and so on the meta device, the other is converted to meta.
+        """
         with plain_execution():
             if tensor.is_meta and not value.is_meta:
                 return tensor, self._recorder.log.adopt(value)
@@ -130,16 +141,17 @@ class HostValueInterceptor(TorchFunctionMode):
             return tensor, value
 
     def _set(self, tensor: Tensor, index: Any, value: Any) -> None:
-        """Assign to a tensor at ``index``. A number is assigned as a host tensor, because torch would create it on
-        ``tensor``'s device."""
+        """Assign ``value`` to a tensor at ``index``.
+
+        A number is assigned as a host tensor, because torch would create one on the meta device of ``tensor``.
+        """
         if not isinstance(value, Tensor):
             with plain_execution():
                 value = torch.as_tensor(value, dtype=tensor.dtype)
         tensor[self._places(index)] = value
 
     def _places(self, index: Any) -> Any:
-        """Return an index with lists converted to host tensors, because torch would create them on the tensor's
-        device."""
+        """Return an index with lists converted to host tensors, because torch would create them on the meta device."""
         if type(index) is tuple:
             return tuple([self._places(part) for part in index])
         if not isinstance(index, list | range | np.ndarray):
@@ -149,8 +161,10 @@ class HostValueInterceptor(TorchFunctionMode):
             return torch.as_tensor(index, dtype=None if index else torch.int64)
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return ``tensor`` converted to the type and memory format that ``Tensor.to`` was called with. A device other
-        than meta is ignored, because all recorded tensors pretend to be on the CPU."""
+        """Return ``tensor`` converted to the dtype and memory format that ``Tensor.to`` was called with.
+
+        A device other than meta is ignored, because all recorded tensors report that they are on the CPU.
+        """
         copy = bool(kwargs.pop("copy", False))
         if args and isinstance(args[0], Tensor):
             args = (args[0].dtype, *args[1:])
@@ -167,7 +181,10 @@ class HostValueInterceptor(TorchFunctionMode):
 
 
 def _device(_: Tensor) -> torch.device:
-    """Return the CPU. Raises while the tensor is pickled: it has no bytes that could be written."""
+    """Return the CPU as the device of a recorded tensor.
+
+    Raises an error while the tensor is being pickled, because it has no bytes to write.
+    """
     if sys._getframe(2).f_code.co_name == "_reduce_ex_internal":
         raise Unrecordable("it pickles a tensor")
     return CPU

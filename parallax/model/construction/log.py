@@ -1,8 +1,8 @@
-"""The log of a constructor: storages, and the operations that wrote them.
+"""The log of a constructor: its storages, and the operations that wrote them.
 
-Views, ``tensor.data = other`` and copies of the Python object are equivalent here: a tensor is a view of a storage. An
-operation reads some storages and writes others; a storage's final content is determined by the operations that wrote
-it, in order.
+Each tensor is logged as a view of a storage, which also covers views, ``tensor.data = other`` and copies of the Python
+object. An operation reads some storages and writes others. The final content of a storage is determined by the
+operations that wrote it, in order.
 """
 
 from __future__ import annotations
@@ -21,13 +21,19 @@ _SAMPLES, _SAMPLE_BYTES = 1024, 64  # samples of memory from outside, to detect 
 
 
 class Unrecordable(Exception):
-    """Raised if the constructor does something that a log cannot represent; the whole model is then built instead."""
+    """Raised if the constructor does something that the log cannot represent.
+
+    Then the whole model is built normally.
+    """
 
 
 class Cell:
-    """A storage of the constructor. ``constant``: its content before the first operation; None: uninitialized.
-    ``writes``: ascending indices of the operations that wrote it. ``storage``: the storage on the meta device, kept
-    alive so that its address is not reused."""
+    """The log's entry for one storage of the constructor.
+
+    ``constant``: content before the first operation; None: uninitialized. ``writes``: ascending indices of the
+    operations that wrote the storage. ``storage``: the storage on the meta device, kept alive so that its address is
+    not reused.
+    """
 
     __slots__ = ("constant", "number", "storage", "writes")
 
@@ -37,17 +43,17 @@ class Cell:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes, after the constructor's last resize."""
+        """The size in bytes after the constructor's last resize."""
         return int(self.storage.nbytes())
 
     @property
     def written(self) -> bool:
-        """Whether the storage was ever initialized."""
+        """Whether the storage has been initialized, by a constant or an operation."""
         return self.constant is not None or bool(self.writes) or self.nbytes == 0
 
 
 class View(NamedTuple):
-    """A tensor as a view of a storage; strides and offset in elements."""
+    """A tensor described as a view of a storage. Strides and offset are in elements."""
 
     cell: Cell
     dtype: torch.dtype
@@ -58,7 +64,7 @@ class View(NamedTuple):
     negated: bool
 
     def as_tensor(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return the tensor in real memory."""
+        """Return the tensor as a view of a real ``storage``."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.size, self.stride)
         if self.conjugated:
@@ -74,12 +80,12 @@ class View(NamedTuple):
 
     @property
     def span(self) -> int:
-        """The number of elements from its first to its last."""
+        """The number of elements from the first to the last element of the view."""
         return sum((size - 1) * stride for size, stride in zip(self.size, self.stride)) + 1
 
     @property
     def covers(self) -> bool:
-        """Whether the view covers its whole storage, each element once."""
+        """Whether the view contains each element of its storage exactly once."""
         dense = all(stride or size < 2 for size, stride in zip(self.size, self.stride))
         count = self.nbytes // self.dtype.itemsize
         return dense and self.nbytes == self.cell.nbytes and self.span == count
@@ -87,21 +93,21 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnState:
-    """The random state of draw number ``place`` from generators that the constructor did not seed."""
+    """The random state for draw number ``place``, counted over all generators that the constructor did not seed."""
 
     place: int
 
 
 @dataclass(frozen=True)
 class SeededState:
-    """The random state that the constructor set in a generator."""
+    """The random state to which the constructor set a generator."""
 
     state: Tensor
 
 
 @dataclass(frozen=True)
 class StateAfter:
-    """The random state after operation ``place``, in a generator that the constructor seeded."""
+    """The random state after operation ``place`` of a generator that the constructor seeded."""
 
     place: int
 
@@ -110,13 +116,14 @@ Drawn = OwnState | SeededState | StateAfter
 
 
 class Operation:
-    """One logged operator call. Tensors among ``args`` are :class:`View`.
+    """One logged operator call. Tensors among ``args`` are replaced by a :class:`View`.
 
-    ``reads``     storages that it reads; ``writes``: storages that it writes in place
+    ``reads``     storages that the call reads
+    ``writes``    storages that the call writes in place
     ``outputs``   new tensors, by index in the results
     ``touches``   all these storages
     ``floating``  torch's default dtype at the call
-    ``drawn``     the random state that it draws from
+    ``drawn``     the random state from which the call draws
     """
 
     __slots__ = (
@@ -142,8 +149,10 @@ class Operation:
 
 
 class OperationLog:
-    """The recorded operations, and the cell of each storage by its address. A storage that existed before the
-    constructor has two addresses: its own, and that of its twin on the meta device."""
+    """The recorded operations, and the cell of each storage by the storage's address.
+
+    A storage that existed before the constructor has two addresses: its own, and that of its copy on the meta device.
+    """
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
@@ -151,12 +160,11 @@ class OperationLog:
         self._constants: list[tuple[torch.UntypedStorage, bytes]] = []
 
     def cell_of(self, tensor: Tensor) -> Cell | None:
-        """Return the log's record of the storage of ``tensor``; None for a storage that the constructor did not
-        make."""
+        """Return the log's entry for the storage of ``tensor``, or None if the storage is not in the log."""
         return self.cells.get(tensor.untyped_storage()._cdata)
 
     def view_of(self, tensor: Tensor) -> View:
-        """Return the view of a known ``tensor``."""
+        """Return the description of ``tensor`` as a view of a storage in the log."""
         return View(
             self.cells[tensor.untyped_storage()._cdata],
             tensor.dtype,
@@ -168,8 +176,11 @@ class OperationLog:
         )
 
     def adopt(self, tensor: Tensor) -> Tensor:
-        """Register the storage of ``tensor``, and return ``tensor`` on the meta device. For a tensor that existed
-        before the constructor a meta twin is returned; its own memory is kept alive, without a copy."""
+        """Register the storage of ``tensor``, and return ``tensor`` on the meta device.
+
+        For a tensor that existed before the constructor, a new meta tensor is returned, and the memory of ``tensor`` is
+        kept alive without a copy.
+        """
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             raise Unrecordable(f"a tensor of type {tensor.dtype} and layout {tensor.layout}")
         storage = tensor.untyped_storage()
@@ -186,14 +197,16 @@ class OperationLog:
         return self.view_of(tensor).as_tensor(cell.storage)
 
     def check_constants(self) -> None:
-        """Raise :class:`Unrecordable` if memory from outside has changed since it was registered."""
+        """Raise :class:`Unrecordable` if memory that existed before the
+        constructor has changed since it was registered.
+        """
         for storage, digest in self._constants:
             if fingerprint(storage) != digest:
                 raise Unrecordable("it reuses the memory of a tensor that the log refers to")
 
 
 def fingerprint(storage: torch.UntypedStorage) -> bytes:
-    """Return a digest of a storage's bytes; for a large storage, of samples."""
+    """Return a digest of a storage's bytes. For a large storage, only samples are digested."""
     with without_operator_modes(), without_function_modes():
         held = torch.empty(0, dtype=torch.uint8, device=storage.device)
         held.set_(storage, 0, (storage.nbytes(),), (1,))

@@ -40,8 +40,11 @@ _RECORDING: ContextVar[OperatorRecorder | None] = ContextVar("recording", defaul
 
 
 def fill(tensor: Tensor, function: Callable[[Tensor], None]) -> None:
-    """Initialize a whole tensor by ``function(tensor)``: now, or, in a recorded constructor, when its value is
-    requested. So each stage reads its own part of the files that a constructor loads."""
+    """Initialize a whole tensor by ``function(tensor)``.
+
+    In a recorded constructor, the call is deferred until the tensor's value is requested, so each stage reads only its
+    own part of the files that a constructor loads.
+    """
     recorder = _RECORDING.get()
     if recorder is not None:
         recorder.log_filling(tensor, function)
@@ -51,7 +54,7 @@ def fill(tensor: Tensor, function: Callable[[Tensor], None]) -> None:
 
 
 class OperatorRecorder(OperatorMode):
-    """Logs the operators that run in its context; ``seed`` determines values that are requested meanwhile."""
+    """Logs the operators that run in its context. ``seed`` determines random values that the constructor reads."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -63,7 +66,7 @@ class OperatorRecorder(OperatorMode):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """A context in which the constructor runs; all generators are restored at its end."""
+        """A context in which the constructor runs. On exit, all random generators are restored."""
         token = _RECORDING.set(self)
         try:
             with self._draws.begun(), self:
@@ -72,7 +75,7 @@ class OperatorRecorder(OperatorMode):
             _RECORDING.reset(token)
 
     def log_filling(self, tensor: Tensor, function: Callable[[Tensor], None]) -> None:
-        """Log that ``function`` overwrites all of ``tensor``."""
+        """Log that ``function`` overwrites the whole ``tensor``."""
         with without_function_modes(), without_operator_modes():
             self.log.adopt(tensor.detach())
             view = self.log.view_of(tensor)
@@ -83,7 +86,7 @@ class OperatorRecorder(OperatorMode):
         self.log.operations.append(operation)
 
     def real(self, tensor: Tensor) -> Tensor:
-        """Return a real copy of the current value of ``tensor``."""
+        """Compute the current value of a recorded ``tensor``, and return it as a real tensor."""
         with without_function_modes(), without_operator_modes():
             cell = self.log.cell_of(tensor)
             if cell is None:
@@ -99,8 +102,11 @@ class OperatorRecorder(OperatorMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator on meta tensors, log it if it writes, and return its results. An operator on a tensor
-        subclass with its own dispatch first decomposes into plain operators, which arrive here again."""
+        """Run an operator on meta tensors, log it if it writes anything, and return its results.
+
+        An operator on a tensor subclass that has ``__torch_dispatch__`` first decomposes into plain operators, which
+        then call this method.
+        """
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented
         with without_function_modes():
@@ -128,8 +134,11 @@ class OperatorRecorder(OperatorMode):
         return self._log(function, kind, args, kwargs)
 
     def _bare(self, part: Any) -> Any:
-        """Return a tensor argument on the meta device, other values unchanged. A tensor of a single number that existed
-        before the constructor keeps its value, because it decides result types."""
+        """Return a tensor argument on the meta device, or another value unchanged.
+
+        A tensor of a single number that existed before the constructor keeps its value, because it decides result
+        dtypes.
+        """
         if not isinstance(part, Tensor) or part.is_meta:
             return part
         if part.dim() == 0 and self.log.cell_of(part) is None:
@@ -139,8 +148,10 @@ class OperatorRecorder(OperatorMode):
     def _call_without_values(
         self, function: Any, kind: Operator, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Run an operator on a tensor that the constructor itself created on the meta device. The results have no
-        values either."""
+        """Run an operator on a tensor that the constructor itself created on the meta device.
+
+        The results have no values either.
+        """
         given = {**dict(zip(kind.names, args)), **kwargs}
         written = [t for name in kind.written for t in _all(Tensor, given.get(name))]
         if kwargs.get("device") is not None or (
@@ -175,7 +186,7 @@ class OperatorRecorder(OperatorMode):
         kwargs: dict[str, Any],
         written: list[Tensor],
     ) -> Operation:
-        """Return the log's description of an operator call, made before the call, which may resize its arguments."""
+        """Return the log entry of an operator call, created before the call, which may resize the arguments."""
 
         def view(part: Any) -> Any:
             if isinstance(part, Tensor) and self.log.cell_of(part) is not None:
@@ -198,8 +209,11 @@ class OperatorRecorder(OperatorMode):
         return operation
 
     def _shapes(self, function: Any, kind: Operator, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return the results as meta tensors. If sizes depend on values, or torch has no meta kernel, the operator runs
-        on real tensors, and raises what a plain constructor would raise."""
+        """Return the results as meta tensors.
+
+        If sizes depend on values, or torch has no meta kernel, the operator runs on real tensors. It then raises the
+        errors that it would raise without recording.
+        """
         results = NotImplemented
         if not kind.data_dependent:
             try:
@@ -217,8 +231,10 @@ class OperatorRecorder(OperatorMode):
         return change(results, lambda p: self._bare(p) if isinstance(p, Tensor) else p)
 
     def _run_on_values(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run ``function`` on real tensors, for an operator without a meta kernel, and return its results; in-place
-        writes are discarded."""
+        """Run an operator that has no meta kernel on real tensors, and return its results.
+
+        In-place writes are discarded.
+        """
         originals: dict[int, Tensor] = {}
 
         def real(part: Any) -> Any:
@@ -248,7 +264,7 @@ class OperatorRecorder(OperatorMode):
         return change(results, bare)
 
     def _append(self, operation: Operation, kind: Operator, results: Any, generator: Any) -> None:
-        """Log the operation if it writes anything; results with memory unknown to the log are new."""
+        """Log the operation if it writes anything. Results whose memory is not in the log are registered as new."""
         made = [(i, t) for i, t in enumerate(flat(results)) if isinstance(t, Tensor)]
         outputs = []
         for i, tensor in made:
@@ -269,9 +285,11 @@ class OperatorRecorder(OperatorMode):
 
 
 def _fills(kind: Operator, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether the operator fills its first argument with random values and takes only numbers besides, so that
-    it returns this argument. The caller then checks the numbers on an empty tensor instead of running it on the meta
-    device, where torch implements it in Python and imports its compiler."""
+    """Return whether the operator fills its first argument with random values and takes only numbers besides.
+
+    It then returns this argument. The caller checks the numbers on an empty tensor and does not run the operator on the
+    meta device, where torch implements it in Python and imports its compiler.
+    """
     return (
         kind.draws
         and kind.overwrites
@@ -281,7 +299,7 @@ def _fills(kind: Operator, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _all(kind: type[T], value: Any) -> Iterator[T]:
-    """Yield every instance of ``kind`` in nested lists, tuples and dicts."""
+    """Yield every instance of the class ``kind`` in nested lists, tuples and dicts."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, list | tuple):
@@ -324,7 +342,8 @@ _ALSO_WRITTEN = {"native_batch_norm": ("running_mean", "running_var")}
 class Operator:
     """Properties of an operator.
 
-    ``written``           names of the arguments that it writes; ``overwrites``: it does not read these
+    ``written``           names of the arguments that it writes
+    ``overwrites``        it does not read the arguments that it writes
     ``changes_metadata``  it only changes a tensor's view of memory
     ``draws``             it is random
     ``returns_values``    it returns plain values

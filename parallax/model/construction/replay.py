@@ -1,12 +1,12 @@
-"""Replay a log on the CPU, as far as the requested tensors need it.
+"""Replay the logged operations on the CPU, as far as the requested tensors need them.
 
 The needed operations are found backwards: the last operation that wrote a tensor's memory, its operands, and so on; an
 operation that overwrites a whole storage ends the search for its earlier content. The needed operations run in order,
 and each storage is freed after its last use, so peak memory is little more than the requested tensors.
 
-A random operation draws from a generator of its own, seeded by (seed, index among the draws), so its numbers do not
-depend on which others are replayed. If the constructor seeded a generator itself, its draws are sequential, and earlier
-ones are replayed too; one in sixteen of the generator states is cached.
+Each random operation draws from a separate generator, seeded by (seed, index among the draws), so its numbers do not
+depend on which other operations are replayed. If the constructor seeded a generator itself, its draws are sequential,
+and earlier draws are replayed too; one in sixteen of the generator states is cached.
 """
 
 from __future__ import annotations
@@ -38,16 +38,18 @@ _KEPT_STATES = 16  # draws of a seeded generator per cached state
 
 
 class Replay:
-    """Computes real tensors of ``log``; ``seed`` seeds the draws that the constructor did not seed."""
+    """Computes real tensors from ``log``. ``seed`` seeds the random numbers for which the constructor set no seed."""
 
     def __init__(self, log: OperationLog, seed: int) -> None:
         self._log, self._seed = log, seed
         self._states: dict[int, Tensor] = {}
 
     def values(self, views: Sequence[View]) -> list[Tensor]:
-        """Return real tensors for ``views``, with the values after the last logged operation. Overlapping views share
-        memory. Other views of a part of a storage are copied, so that the rest can be freed. Constants from outside the
-        constructor are copied."""
+        """Return real tensors for ``views``, with the values after the last logged operation.
+
+        Overlapping views share memory. Other views of a part of a storage are copied, so that the rest can be freed.
+        Constants that existed before the constructor are copied.
+        """
         by_cell: dict[Cell, list[View]] = {}
         for view in dict.fromkeys(views):
             by_cell.setdefault(view.cell, []).append(view)
@@ -66,7 +68,7 @@ class Replay:
             return [made[view] for view in views]
 
     def _needed(self, wanted: Iterable[Cell]) -> list[int]:
-        """Return the indices of the operations that ``wanted`` depends on, ascending."""
+        """Return the ascending indices of the operations on which the contents of the storages ``wanted`` depend."""
         operations = self._log.operations
         found: set[int] = set()
         ahead: list[int] = []
@@ -109,14 +111,20 @@ class Replay:
 
 
 class _Memory:
-    """The real storage of each cell, created on first use; constants in ``changed`` are copied."""
+    """The real storages, each created on first use.
+
+    Constants of the storages in ``changed`` are copied, because replayed operations change them.
+    """
 
     def __init__(self, changed: Iterable[Cell]) -> None:
         self._changed = set(changed)
         self._held: dict[Cell, torch.UntypedStorage] = {}
 
     def storage_of(self, cell: Cell) -> torch.UntypedStorage:
-        """Return the storage; uninitialized memory is filled with zeros so that every rank builds equal values."""
+        """Return the real storage for ``cell``, the log's entry of a storage.
+
+        Uninitialized memory is filled with zeros, so that every rank builds equal values.
+        """
         held = self._held.get(cell)
         if held is None:
             held = self._held[cell] = self._begin(cell)
@@ -130,8 +138,10 @@ class _Memory:
         return cell.constant.clone() if cell in self._changed else cell.constant
 
     def put(self, view: View, made: Tensor) -> None:
-        """Store ``made``, the first tensor written to the storage of ``view``. Its memory becomes the storage if the
-        layouts are equal."""
+        """Store ``made``, the first tensor written to the storage of ``view``.
+
+        If the layouts are equal, its memory becomes the storage.
+        """
         storage = made.untyped_storage()
         known = any(storage is held for held in self._held.values())
         same = made.stride() == view.stride and made.storage_offset() == view.offset
@@ -147,13 +157,16 @@ class _Memory:
             view.as_tensor(self.storage_of(view.cell)).copy_(made)
 
     def free(self, cell: Cell) -> None:
-        """Drop the storage of a cell that no later operation uses."""
+        """Drop the storage of ``cell``, which no later operation uses."""
         self._held.pop(cell, None)
 
 
 class _States:
-    """Random states of generators that the constructor seeded. ``kept``: a cache that outlives this replay. Any other
-    state is held from the operation that produced it until the last of ``operations`` that needs it."""
+    """Random states of generators that the constructor seeded.
+
+    ``kept`` is a cache that outlives this replay. Any other state is held from the operation that produced it until the
+    last of ``operations`` that needs it.
+    """
 
     def __init__(self, kept: dict[int, Tensor], operations: Sequence[Operation]) -> None:
         self._kept, self._passing = kept, dict[int, Tensor]()
@@ -161,7 +174,9 @@ class _States:
 
     @contextlib.contextmanager
     def drawing(self, place: int, drawn: Drawn | None, seed: int) -> Iterator[None]:
-        """A context in which operation ``place`` draws from the default generator the numbers of its own generator."""
+        """A context in which operation ``place`` draws from torch's default
+        generator, which has the logged random state.
+        """
         if drawn is None:
             yield
             return
@@ -185,7 +200,7 @@ class _States:
 
 
 def _overlap(views: Sequence[View]) -> bool:
-    """Return whether any of ``views``, all of one storage, overlap."""
+    """Return whether any two of ``views``, all of one storage, overlap."""
     ranges = sorted((v.offset * v.dtype.itemsize, v.span * v.dtype.itemsize) for v in views)
     return any(start + span > after for (start, span), (after, _) in itertools.pairwise(ranges))
 
@@ -207,7 +222,7 @@ def _call(operation: Operation, memory: _Memory) -> None:
 
 @contextlib.contextmanager
 def plain_execution() -> Iterator[None]:
-    """A context without gradients and dispatch modes, which restores the caller's random state."""
+    """A context without gradients and dispatch modes. On exit, the caller's random state is restored."""
     state = torch.default_generator.get_state()
     with without_operator_modes(), without_function_modes(), torch.no_grad():
         try:

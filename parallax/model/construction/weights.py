@@ -1,4 +1,4 @@
-"""Read weights from safetensors files, tensor by tensor: a stage reads only its own.
+"""Read weights from safetensors files tensor by tensor, so that a stage reads only its own weights.
 
 A checkpoint is one file, or a folder with ``model.safetensors`` or with ``model.safetensors.index.json`` and the shards
 that it names, as ``save_pretrained`` of transformers writes them. Nothing is unpickled. Names, shapes and shards are
@@ -28,32 +28,34 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 class FileLayout(Protocol):
-    """Describes how files name and store a model's tensors."""
+    """The interface that describes how files name and store a model's tensors."""
 
     def recipes(self, held: Mapping[str, Tensor]) -> dict[str, Recipe]:
-        """Return name → recipe for each tensor of the model. ``held``: the tensors in the files, by name, without
-        values."""
+        """Return {name: recipe} for each tensor of the model. A recipe computes the tensor from tensors in the files.
+
+        ``held``: the tensors in the files, by name, without values.
+        """
         ...
 
     def may_lack(self, name: str) -> bool:
-        """Return whether files may lack the model's tensor ``name``."""
+        """Return whether the model's tensor ``name`` may be missing in the files."""
         ...
 
     def may_hold(self, name: str) -> bool:
-        """Return whether the files' tensor ``name`` can be ignored."""
+        """Return whether the tensor ``name`` in the files can be ignored."""
         ...
 
     def saved(self, names: Iterable[str]) -> list[Recipe]:
-        """Return the recipes of the file tensors that are made from the model's tensors ``names``."""
+        """Return the recipes that compute tensors for files from the model's tensors ``names``."""
         ...
 
     def kept_name(self, names: Sequence[str]) -> str:
-        """Return the name, one of ``names``, under which :meth:`saved` expects a tensor that has all these names."""
+        """Return the name under which :meth:`saved` expects a tensor that has several ``names``."""
         ...
 
 
 class OwnLayout:
-    """Files with the model's tensors under the model's names, and nothing else."""
+    """The layout of files that hold exactly the model's tensors under the model's names."""
 
     def recipes(self, held: Mapping[str, Tensor]) -> dict[str, Recipe]:
         """See :class:`FileLayout`."""
@@ -93,8 +95,10 @@ class SafetensorFiles:
 
 
 class CheckpointWeights:
-    """The tensors of the checkpoint at ``path``, stored in ``layout``. ``files``: a reader for files that are not
-    safetensors."""
+    """The tensors of the checkpoint at ``path``, stored in ``layout``.
+
+    ``files``: a reader for files that are not safetensors.
+    """
 
     def __init__(self, path: Path, layout: FileLayout, files: TensorFiles | None = None) -> None:
         self._path, self._layout = path, layout
@@ -110,9 +114,11 @@ class CheckpointWeights:
         *,
         made: Collection[str] = (),
     ) -> list[str]:
-        """Check that the files fit the model: every tensor in ``wanted`` exists, under its name or one of its
-        ``aliases``, with its shape and kind of type, and the files hold no other tensors except ``ignored``. Raises
-        :class:`CheckpointError` with the names of the others.
+        """Raise :class:`CheckpointError` if the files do not fit the model.
+
+        Every tensor in ``wanted`` must exist in the files, under its name or one of its ``aliases``, with the right
+        shape and kind of dtype. The files must hold no other tensors except ``ignored``. The error lists the tensors
+        that do not fit.
 
         Tensors in ``made`` may be missing if no similar tensor is in the files: a new head may be missing, but not one
         layer of many. The files may then also hold unused tensors. Returns one line about missing tensors and one about
@@ -151,8 +157,9 @@ class CheckpointWeights:
         aliases: Mapping[str, Iterable[str]],
         extra: Collection[str],
     ) -> None:
-        """Raise :class:`CheckpointError` if a tensor's type is of another kind, or if the tensor is quantized with a
-        separate scale."""
+        """Raise :class:`CheckpointError` if a file tensor has a dtype of the
+        wrong kind, or is quantized with a separate scale.
+        """
         for name, tensor in wanted.items():
             if (found := self.find(name, aliases)) is None:
                 continue
@@ -169,7 +176,9 @@ class CheckpointWeights:
                     )
 
     def check_ties(self, aliases: Mapping[str, Iterable[str]]) -> None:
-        """Raise :class:`CheckpointError` if the files hold several different values for one tensor of the model."""
+        """Raise :class:`CheckpointError` if the files hold different values
+        under the several names of one model tensor.
+        """
         for name, others in aliases.items():
             first, *more = [each for each in (name, *others) if each in self._recipes] or [name]
             for other in more:
@@ -180,25 +189,29 @@ class CheckpointWeights:
                     )
 
     def find(self, name: str, aliases: Mapping[str, Iterable[str]]) -> str | None:
-        """Return the name under which the files hold a tensor, its own or one of its ``aliases``; None if they do not
-        hold it."""
+        """Return the name under which the files hold a tensor of the model: ``name`` or one of its ``aliases``.
+
+        None if the files do not hold the tensor.
+        """
         return next(
             (other for other in (name, *aliases.get(name, ())) if other in self._recipes), None
         )
 
     def fill(self, tensor: Tensor, name: str) -> None:
-        """Read the file tensor ``name`` into ``tensor``."""
+        """Read the tensor ``name`` of the files into ``tensor``."""
         with torch.no_grad():
             tensor.copy_(as_dtype(f"weights {self._path}: {name}", self.read(name), tensor.dtype))
 
     def _new_tensors(self, missing: Iterable[str], made: Collection[str]) -> set[str]:
-        """Return those missing tensors that the model's constructor may make, such as a new head. A tensor of a
-        numbered layer is not among them if the files hold the same tensor of another layer."""
+        """Return the missing tensors that the model's constructor may create, such as a new head.
+
+        A tensor of a numbered layer is not among them if the files hold the same tensor of another layer.
+        """
         there = {_NUMBER.sub("*", name) for name in self._recipes}
         return {name for name in missing if name in made and _NUMBER.sub("*", name) not in there}
 
     def _extra(self, known: Collection[str]) -> list[str]:
-        """Return the file tensors that are not used."""
+        """Return the tensors in the files that are not used."""
         used = {name for name, recipe in self._recipes.items() if name in known}
         sources = {source for name in used for source in self._recipes[name].sources}
         return [
@@ -206,15 +219,15 @@ class CheckpointWeights:
         ]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return name → shape of all tensors, by the model's names."""
+        """Return {name: shape} of all tensors, by the model's names."""
         return {name: tuple(self._shape(name)) for name in self._recipes}
 
     def without_values(self, name: str) -> Tensor:
-        """Return the tensor of :meth:`read` on the meta device."""
+        """Return the tensor that :meth:`read` would return, on the meta device."""
         return self._recipes[name].make(self._held.__getitem__)[name]
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor, by the model's name, in the files' number format (float32 for float8)."""
+        """Return one tensor, by the model's name, in the files' dtype (float32 for float8)."""
         return self._recipes[name].make(self._read)[name]
 
     def _read(self, name: str) -> Tensor:
@@ -226,7 +239,7 @@ class CheckpointWeights:
 
 
 def _contents(path: Path) -> tuple[dict[str, Path], dict[str, Tensor]]:
-    """Return, by tensor name, the file of each tensor and the tensor on the meta device."""
+    """Return {name: file} and {name: meta tensor} for the tensors at ``path``."""
     index = path / INDEX
     if path.is_dir() and index.is_file():
         shards = sorted({path / str(name) for name in _read_index(index).values()})
@@ -289,7 +302,7 @@ def _is_pickled(path: Path) -> bool:
 
 
 def _problem_lines(text: str, names: Sequence[str]) -> list[str]:
-    """Return ``text`` with ``names``, or nothing if there are none."""
+    """Return ``text`` followed by ``names``, or nothing if ``names`` is empty."""
     return [text.format(_list(names))] if names else []
 
 

@@ -1,1 +1,1 @@
-"""Build a model from a configuration: of transformers, of timm, or the user's own, with adapters of peft."""
+"""Build a model from a configuration: from transformers, timm or the user's own code, optionally with peft adapters."""

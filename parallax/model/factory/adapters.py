@@ -1,9 +1,9 @@
-"""Adapters of peft in any model: the base is frozen, the adapters are trained.
+"""Add peft adapters to any model: the base is frozen, and the adapters are trained.
 
 The adapters are injected into the model's own modules (``peft.inject_adapter_in_model``), so the model keeps its class,
 forward and loss. This happens in the constructor: initial values are peft's own, equal under every plan, and each stage
-computes those of its own tensors. The base's weight files are read there too, because some adapters start from them
-(DoRA's magnitudes are norms of the base's weights).
+computes the values of its own tensors. The base's weight files are read there too, because some adapters start from
+them (DoRA's magnitudes are norms of the base's weights).
 """
 
 from __future__ import annotations
@@ -52,23 +52,25 @@ _NAMES = 8  # names of modules in an error
 
 
 class AdaptableModelConfig(ModelConfig):
-    """Settings of a model that can start from weight files, and whose adapters can be trained instead of the model."""
+    """Base class for settings of a model that may have initial weights in
+    files, and adapters to train instead of the model.
+    """
 
     adapter: dict[str, Any]
 
     @property
     @abc.abstractmethod
     def weights(self) -> str:
-        """The location of the initial weights; empty: they are random."""
+        """The location of the initial weights; empty if they are random."""
 
     @property
     @abc.abstractmethod
     def built_of(self) -> str:
-        """The class or function that builds the model."""
+        """The name of the class or function that builds the model."""
 
     @property
     def reads_weights(self) -> bool:
-        """Whether :meth:`create` reads the weights; otherwise each stage reads its own."""
+        """Whether :meth:`create` reads the weights. Otherwise each stage reads its own part."""
         return False
 
     @abc.abstractmethod
@@ -95,9 +97,12 @@ class AdaptableModelConfig(ModelConfig):
 def adapted(
     model: nn.Module, settings: Mapping[str, Any], weights: str, *, incomplete: bool = False
 ) -> nn.Module:
-    """Return ``model`` with weights from a file or folder (empty: unchanged) and with adapters configured by
-    ``settings``, in peft's own keys. With ``incomplete`` the files may lack parts such as a new head. Raises
-    :class:`ConfigError` for settings that peft rejects."""
+    """Return ``model`` with initial weights and with adapters.
+
+    ``settings`` configure the adapters, in peft's own keys. ``weights`` is a file or folder; empty leaves the weights
+    unchanged. With ``incomplete`` the files may lack parts such as a new head. Raises :class:`ConfigError` for settings
+    that peft rejects.
+    """
     config = peft_config(settings)
     _check_targets(model, config)
     if weights:
@@ -119,8 +124,11 @@ def adapted(
 
 
 def peft_config(settings: Mapping[str, Any]) -> Any:
-    """Return peft's configuration for ``settings``. Raises :class:`ConfigError` for unknown keys and values, and for
-    methods that need more than modules with parameters."""
+    """Return peft's configuration object for ``settings``.
+
+    Raises :class:`ConfigError` for unknown keys and values, and for methods that need more than modules with
+    parameters.
+    """
     peft, given = _peft(), dict(settings)
     for key in {*_MODULES} & {*given}:
         if isinstance(given[key], Sequence) and not isinstance(given[key], str):
@@ -162,7 +170,7 @@ def peft_config(settings: Mapping[str, Any]) -> Any:
 
 
 def _refusal(method: str, tuner: Any) -> str:
-    """Return why a method is unsupported; empty if it is supported."""
+    """Return the reason why an adapter method is unsupported, or ''."""
     from peft.tuners.tuners_utils import BaseTuner
 
     if method in _REFUSED:
@@ -182,12 +190,13 @@ def has_adapters(model: nn.Module) -> bool:
 def save_adapter(
     model: nn.Module, tensors: Mapping[str, Tensor], directory: Path, *, base: str = ""
 ) -> list[str]:
-    """Write the adapters of ``model``, which may lack values, in peft's format (``adapter_config.json`` and
-    ``adapter_model.safetensors``), so that ``PeftModel.from_pretrained(base, directory)`` loads them.
+    """Write the adapters of ``model`` in peft's format (``adapter_config.json`` and ``adapter_model.safetensors``).
 
-    ``tensors``: values by the model's names, at least of all trained parameters. ``base``: location of the base's
-    weights. Returns the names in ``tensors`` that peft's files cannot hold, such as BatchNorm statistics of the base,
-    for which a loaded adapter uses the base's own. Raises :class:`CheckpointError` if nothing can be written.
+    ``PeftModel.from_pretrained(base, directory)`` loads them. ``tensors`` has the values by the model's names, at least
+    of all trained parameters; ``model`` itself may be without values. ``base`` is the location of the base's weights.
+
+    Returns the names in ``tensors`` that peft's files cannot hold, such as BatchNorm statistics of the base. A loaded
+    adapter uses the base's own values for these. Raises :class:`CheckpointError` if nothing can be written.
     """
     peft, adapters = _peft(), cast(Any, model)
     given = dict(tensors)
@@ -210,7 +219,7 @@ def save_adapter(
 
 
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return path → module of the outermost modules of ``model`` that peft put in place of the base's own."""
+    """Return {path: module} for the outermost modules of ``model`` that peft has put in place of other modules."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         ours = hasattr(module, "unload_and_optionally_merge_module") or hasattr(
@@ -222,8 +231,10 @@ def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def merged(module: nn.Module) -> nn.Module:
-    """Merge the adapter in ``module`` into the weights of the base's module by peft, and return the base's module.
-    ``module``: one of :func:`adapted_modules`, with values. Raises :class:`ConfigError` if peft cannot merge it."""
+    """Merge the adapter in ``module`` into the weights of the base's module, and return the base's module.
+
+    ``module`` is one of :func:`adapted_modules`, with values. Raises :class:`ConfigError` if peft cannot merge it.
+    """
     adapting = cast(Any, module)
     try:
         if hasattr(module, "unload_and_optionally_merge_module"):
@@ -256,8 +267,10 @@ def _peft() -> Any:
 
 
 def _check_targets(model: nn.Module, config: Any) -> None:
-    """Raise :class:`ConfigError` for a target module that the model lacks; peft itself accepts a list if one of its
-    modules exists."""
+    """Raise :class:`ConfigError` for a target module that the model lacks.
+
+    peft itself accepts a list of target modules if at least one of them exists.
+    """
     names = [name for name, _ in model.named_modules() if name]
     for key in _MODULES:
         wanted = getattr(config, key, None)
@@ -275,7 +288,7 @@ def _check_targets(model: nn.Module, config: Any) -> None:
 
 
 def _check_base(model: nn.Module, before: Iterable[tuple[nn.Parameter, int]], config: Any) -> None:
-    """Raise :class:`ConfigError` if adding adapters replaced a base parameter or its memory, which changes the base."""
+    """Raise :class:`ConfigError` if a parameter of the base, or its memory, was replaced when adapters were added."""
     held = {id(parameter) for parameter in model.parameters()}
     for parameter, memory in before:
         if id(parameter) not in held or parameter.untyped_storage()._cdata != memory:

@@ -1,5 +1,7 @@
-"""The user's own model. The path of its factory comes from the user's own configuration only, never from a checkpoint,
-a plan or a profile."""
+"""Build the user's own model.
+
+The path of its factory comes from the user's own configuration only, never from a checkpoint, a plan or a profile.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,14 @@ from parallax.model.factory.adapters import AdaptableModelConfig
 class CustomModelConfig(AdaptableModelConfig):
     """The user's own model.
 
-    ``target``: the factory as ``package.module:function``; it returns any nn.Module. ``kwargs``: its arguments,
-    ``model.kwargs.width=64`` on a command line. Its argument ``sequence`` is also the number of tokens in a row of text
-    (256 without it), and ``vocabulary`` the number of tokens that the model knows (256 without it, for bytes).
-    ``blocks``: the chain of blocks, if the automatic one (:func:`~parallax.model.describe.describe`) does not suit:
-    module paths in the order of data flow, ``*`` for the members of a ModuleList (``[embed, layers.*, norm, head]``).
-    ``weights``: a safetensors file, or a folder of them, with initial weights. ``adapter``: adapters to train instead
-    of the model, in peft's own keys (:mod:`parallax.model.factory.adapters`). ``verify``: compare the chain with the
-    model's own forward before the first step: true, false, or auto (once per model,
+    ``target``: the factory as ``package.module:function``; it returns any nn.Module. ``kwargs``: arguments of the
+    factory, for example ``model.kwargs.width=64`` on a command line. The arguments ``sequence`` and ``vocabulary``, if
+    given, also set the number of tokens in a row of text and the number of tokens that the model knows (256 each
+    without them). ``blocks``: the chain of blocks, if the automatic one (:func:`~parallax.model.describe.describe`)
+    does not suit: module paths in the order of data flow, ``*`` for the members of a ModuleList (``[embed, layers.*,
+    norm, head]``). ``weights``: a safetensors file, or a folder of them, with initial weights. ``adapter``: adapters to
+    train instead of the model, in peft's own keys (:mod:`parallax.model.factory.adapters`). ``verify``: compare the
+    chain with the model's own forward before the first step: true, false, or auto (once per model,
     :func:`~parallax.model.verification.verify.verify`).
     """
 
@@ -49,7 +51,7 @@ class CustomModelConfig(AdaptableModelConfig):
         return self._number("vocabulary", super().vocabulary)
 
     def _number(self, name: str, default: int) -> int:
-        """Return the argument ``name`` of the factory, if it is a whole number."""
+        """Return the argument ``name`` of the factory if it is a whole number, otherwise ``default``."""
         found = self.kwargs.get(name)
         return found if isinstance(found, int) and not isinstance(found, bool) else default
 

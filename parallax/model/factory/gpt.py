@@ -1,4 +1,4 @@
-"""A GPT-style decoder over bytes, in blocks: embedding, layers, head."""
+"""A GPT-style decoder over bytes, as blocks: embedding, layers, head."""
 
 from __future__ import annotations
 
@@ -63,18 +63,18 @@ class Embedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize with standard deviation 0.02 (Radford et al. 2019)."""
+        """Initialize weights with standard deviation 0.02 (Radford et al. 2019)."""
         nn.init.normal_(self.token.weight, std=0.02)
         nn.init.normal_(self.position.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """``tokens`` (rows, sequence) → (rows, sequence, hidden)."""
+        """Return embeddings (rows, sequence, hidden) of ``tokens`` (rows, sequence)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         return self.drop(self.token(tokens) + self.position(positions))
 
 
 class Layer(nn.Module):
-    """Pre-norm causal attention and an MLP of 4 × ``hidden``."""
+    """A transformer layer: pre-norm causal attention and an MLP of width 4 × ``hidden``."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -87,7 +87,9 @@ class Layer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize with standard deviation 0.02; residual outputs with 0.02 / √(2·layers) (Radford et al. 2019)."""
+        """Initialize weights with standard deviation 0.02, and residual
+        outputs with 0.02 / √(2·layers) (Radford et al. 2019).
+        """
         for linear in (self.qkv, self.out, self.up, self.down):
             residual = linear in (self.out, self.down)
             nn.init.normal_(
@@ -96,7 +98,7 @@ class Layer(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` (rows, sequence, hidden) → the same shape."""
+        """Return the output for ``x``, both (rows, sequence, hidden)."""
         rows, length, hidden = x.shape
         parts = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, hidden // self.heads)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
@@ -106,7 +108,7 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm and logits."""
+    """The final norm and the linear layer that computes logits."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -115,16 +117,16 @@ class Head(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize with standard deviation 0.02; with ``tied``, the embedding's weight replaces this one."""
+        """Initialize weights with standard deviation 0.02. With ``tied``, the embedding's weight is used instead."""
         nn.init.normal_(self.linear.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` (rows, sequence, hidden) → logits (rows, sequence, vocabulary)."""
+        """Return logits (rows, sequence, vocabulary) of ``x`` (rows, sequence, hidden)."""
         return self.linear(self.norm(x))
 
 
 class GPT(nn.Module):
-    """The decoder; its plain forward is the single-process reference of its pipeline."""
+    """The whole decoder. Its plain forward is the single-process reference for its pipeline."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -138,7 +140,7 @@ class GPT(nn.Module):
         return [self.embedding, *self.layers, self.head]
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """``tokens`` (rows, sequence) → logits (rows, sequence, vocabulary)."""
+        """Return logits (rows, sequence, vocabulary) of ``tokens`` (rows, sequence)."""
         for block in self.blocks():
             tokens = block(tokens)
         return tokens

@@ -1,4 +1,4 @@
-"""Build a model of transformers from its configuration, with random weights or those of a folder, stage by stage."""
+"""Build a transformers model from its configuration, with random weights or weights from a folder, stage by stage."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class HuggingFaceConfig(AdaptableModelConfig):
     ``architecture``: a class by its name (``LlamaForCausalLM``), or a task (``AutoModelForSequenceClassification``),
     whose class follows from ``config.model_type`` or the folder. ``config``: settings that differ from the class's
     default configuration, also nested ones (``model.config.hidden_size=256``). ``pretrained``: a folder with
-    ``config.json`` and safetensors files, as ``save_pretrained`` writes; class, sizes and weights come from it. The
-    model's constructor makes weights that it lacks, such as those of a new head. Nothing is downloaded. ``attention``:
-    the attention implementation by transformers' name; auto is transformers' choice. ``sequence``: tokens per row of
-    text. ``adapter``: adapters to train instead of the model, in peft's own keys
+    ``config.json`` and safetensors files, as ``save_pretrained`` writes; class, sizes and weights come from it. Weights
+    that the folder lacks, such as those of a new head, are created by the model's constructor. Nothing is downloaded.
+    ``attention``: the attention implementation by transformers' name; auto is transformers' choice. ``sequence``:
+    tokens per row of text. ``adapter``: adapters to train instead of the model, in peft's own keys
     (:mod:`parallax.model.factory.adapters`). ``verify``: compare the chain with the model's own forward before the
     first step: true, false, or auto (once per model, :func:`~parallax.model.verification.verify.verify`).
     """
@@ -122,7 +122,7 @@ class HuggingFaceConfig(AdaptableModelConfig):
         return found
 
     def _class_for(self, task: str, auto: Any) -> Any:
-        """Return the class of a task, such as AutoModelForCausalLM, for the model's type."""
+        """Return the class for a task, such as AutoModelForCausalLM, and the model's type."""
         transformers = _transformers()
         kind = str(self.config.get("model_type") or self._saved.get("model_type") or "")
         if not kind:
@@ -157,7 +157,7 @@ class HuggingFaceConfig(AdaptableModelConfig):
 
     @cached_property
     def _settings(self) -> Any:
-        """The configuration object of transformers."""
+        """The configuration object of transformers for this model."""
         kind = self._class.config_class
         settings_given = {key: value for key, value in self.config.items() if key != "model_type"}
         if settings_given:
@@ -228,7 +228,7 @@ class HuggingFaceConfig(AdaptableModelConfig):
 
 
 def _check_known(path: str, settings_given: Mapping[str, Any], known: Any) -> None:
-    """Raise :class:`ConfigError` for a key that ``known``, a default configuration, lacks."""
+    """Raise :class:`ConfigError` for a key that is missing in ``known``, a default configuration."""
     undeclared = _UNDECLARED if getattr(known, "is_encoder_decoder", False) else ()
     for key in settings_given:
         if key not in ("model_type", *undeclared) and not hasattr(known, str(key)):
@@ -238,7 +238,7 @@ def _check_known(path: str, settings_given: Mapping[str, Any], known: Any) -> No
 
 
 def _keys(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every key of a nested mapping with its path."""
+    """Yield (dotted path, key) for every key of a nested mapping."""
     for key, value in tree.items():
         yield f"{path}{key}", str(key)
         if isinstance(value, Mapping):
@@ -246,7 +246,7 @@ def _keys(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _tasks_of(kind: Any) -> list[str]:
-    """Return the names of the tasks for which transformers has a class with that configuration class."""
+    """Return the names of the tasks for which transformers has a class with the configuration class ``kind``."""
     transformers = _transformers()
     names = [name for name in dir(transformers) if name.startswith("AutoModel")]
     mappings = {

@@ -41,7 +41,9 @@ class MLPConfig(ModelConfig):
 
 
 class MLP(nn.Sequential):
-    """Embedding, ``layers`` × (linear, GELU), linear: a plain ``nn.Sequential``, so each child is a block."""
+    """A plain ``nn.Sequential`` of an embedding, ``layers`` × (linear,
+    GELU) and a linear layer, so each child is a block.
+    """
 
     def __init__(self, config: MLPConfig) -> None:
         window = nn.Sequential(nn.Embedding(config.vocabulary, config.embedding), nn.Flatten())
@@ -51,6 +53,8 @@ class MLP(nn.Sequential):
 
     @staticmethod
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy, in nats, of the byte after the window; ``targets`` may be rows of next bytes,
-        of which the last counts."""
+        """Return the mean cross-entropy, in nats, of the byte after the window.
+
+        ``targets`` may be rows of next bytes, of which only the last counts.
+        """
         return F.cross_entropy(logits, targets if targets.dim() == 1 else targets[:, -1])

@@ -1,4 +1,4 @@
-"""Build a model of timm by its name, with random weights or those of a file or folder, stage by stage."""
+"""Build a timm model by its name, with random weights or weights from a file or folder, stage by stage."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TimmConfig(AdaptableModelConfig):
                 )
 
     def create(self) -> nn.Module:
-        """Return the model, on torch's default device, with random weights or those of its files."""
+        """Return the model, on torch's default device, with random weights or the weights of its files."""
         arguments = {"model_name": self._architecture, **self._saved_arguments, **self.kwargs}
         try:
             model: nn.Module = call_target("model", "timm:create_model", arguments)
@@ -69,7 +69,7 @@ class TimmConfig(AdaptableModelConfig):
         return model
 
     def _read(self, model: nn.Module) -> None:
-        """Load all weights except those of a head for other classes."""
+        """Load all weights except those of a head with another number of classes."""
         path = Path(self.pretrained).expanduser()
         heads = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()
         heads = (heads,) if isinstance(heads, str) else heads
@@ -121,7 +121,7 @@ class TimmConfig(AdaptableModelConfig):
 
     @cached_property
     def _saved(self) -> dict[str, Any]:
-        """The content of the folder's ``config.json``; empty if there is none."""
+        """The content of ``config.json`` in the folder; empty if there is none."""
         if not self.pretrained:
             return {}
         path = Path(self.pretrained).expanduser() / "config.json"
@@ -138,7 +138,7 @@ class TimmConfig(AdaptableModelConfig):
 
     @property
     def _saved_arguments(self) -> dict[str, Any]:
-        """The arguments of the saved model, if it has the requested architecture."""
+        """The arguments of the saved model if it has the requested architecture."""
         if self._saved.get("architecture") != self._architecture.partition(".")[0]:
             return {}
         found = dict(self._saved.get("model_args") or {})

@@ -1,4 +1,4 @@
-"""A decoder that is known only by its sizes: it can be planned for, but not trained."""
+"""A decoder described only by its sizes, which can be planned for but not trained."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Weight files: formats, and conversion between file tensors and model tensors."""
+"""Read and write weight files, and convert between tensors in files and tensors of the model."""

@@ -1,7 +1,7 @@
 """Convert names and tensors between weight files of transformers and the model, where they differ.
 
-Files may use other names, or tensors computed from the model's, such as the separate experts of a layer. For each kind
-of model, transformers has the conversion steps from files to model and their reverse
+Files may use other names, or tensors computed from the model's tensors, such as the separate experts of a layer. For
+each kind of model, transformers has the conversion steps from files to model and their reverse
 (:mod:`transformers.conversion_mapping`). These are applied to the requested tensors only.
 """
 
@@ -20,12 +20,12 @@ from parallax.model.files.tensors import Read, Recipe
 
 
 def is_pretrained(model: nn.Module) -> bool:
-    """Return whether ``model`` is one of transformers; a wrapper that forwards attributes is not."""
+    """Return whether ``model`` is a transformers model. A wrapper that forwards attributes is not."""
     return class_of_transformers(model) is not None
 
 
 def class_of_transformers(model: nn.Module) -> Any:
-    """Return the class of transformers that ``model`` is an instance of; None: there is none."""
+    """Return the transformers class that ``model`` is an instance of, or None."""
     kinds = [
         kind
         for kind in type(model).__mro__
@@ -35,7 +35,7 @@ def class_of_transformers(model: nn.Module) -> Any:
 
 
 class PretrainedLayout:
-    """The layout of the weight files of ``model``, a model of transformers, which may lack values."""
+    """The layout of the weight files of ``model``, a transformers model, which may be without values."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -52,16 +52,20 @@ class PretrainedLayout:
         self._unread = _pattern(unread)
 
     def may_lack(self, name: str) -> bool:
-        """Return whether files may lack the model's tensor ``name``, because the constructor makes it."""
+        """Return whether the model's tensor ``name`` may be missing in the
+        files, because the constructor creates it.
+        """
         return self._unmissed(name)
 
     def may_hold(self, name: str) -> bool:
-        """Return whether the files' tensor ``name`` can be ignored."""
+        """Return whether the tensor ``name`` in the files can be ignored."""
         return self._unread(name)
 
     def recipes(self, held: Mapping[str, Tensor]) -> dict[str, Recipe]:
-        """Return the recipe of each tensor of the model, by its name, from files that hold ``held`` (without values).
-        Raises :class:`CheckpointError` for files that do not fit together."""
+        """Return {name: recipe} for each tensor of the model, from files that hold ``held`` (without values).
+
+        Raises :class:`CheckpointError` for files that do not fit the model.
+        """
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import dot_natural_key, rename_source_key
 
@@ -88,8 +92,9 @@ class PretrainedLayout:
         return found
 
     def saved(self, names: Iterable[str]) -> list[Recipe]:
-        """Return the recipes that make the tensors of files from the model's tensors ``names``, as ``save_pretrained``
-        writes them."""
+        """Return the recipes that compute tensors of files from the model's
+        tensors ``names``, as ``save_pretrained`` does.
+        """
         from transformers import core_model_loading
         from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -116,14 +121,15 @@ class PretrainedLayout:
         return found
 
     def kept_name(self, names: Sequence[str]) -> str:
-        """Return the name in ``names``, all of one tensor, under which it is saved: the one that transformers ties the
-        others to."""
+        """Return the name under which a tensor that has several ``names`` is
+        saved: the one to which transformers ties the others.
+        """
         tied = getattr(self._model, "all_tied_weights_keys", None) or {}
         return next((name for name in names if name not in tied), names[0])
 
 
 def _by_kind(steps: Iterable[Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
-    """Return the renaming steps, the converting steps, and a mapping from source pattern to converting step."""
+    """Return the renaming steps and the converting steps among ``steps``, and {source pattern: converting step}."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     steps = list(steps)
@@ -147,8 +153,11 @@ def _renamed(name: str, renamings: Iterable[Any]) -> str:
 
 
 def _converting(model: Any, step: Any, first: str, parts: list[tuple[str, str]]) -> Recipe:
-    """Return the recipe of the converting ``step``. ``parts``: names, each with the pattern that it matched. ``first``:
-    the name of its first result."""
+    """Return a recipe that applies ``step``, a conversion of transformers that computes tensors from other tensors.
+
+    ``parts``: names of the source tensors, each with the pattern that it matched. ``first``: the name of the first
+    result.
+    """
 
     def make(read: Read) -> dict[str, Tensor]:
         fresh = copy.deepcopy(step)  # it stores its inputs
@@ -183,7 +192,7 @@ def _made(recipe: Recipe, held: Mapping[str, Tensor]) -> list[str]:
 
 
 def _pattern(patterns: Iterable[str] | None) -> Callable[[str], bool]:
-    """Return a function that tells whether a name matches any of ``patterns``."""
+    """Return a function that returns whether a name matches any of ``patterns``."""
     joined = "|".join(f"(?:{pattern})" for pattern in patterns or ())
     matcher = re.compile(joined) if joined else None
     return lambda name: matcher is not None and matcher.search(name) is not None

@@ -1,9 +1,9 @@
 """Read tensors from folders of torch.distributed.checkpoint without executing code from them.
 
 The index, ``.metadata``, is a pickle, and a pickle may call any function of any module when torch loads it. Here a
-restricted unpickler accepts a dozen names, of torch's own records, and creates an inert record for each: it
-instantiates no class of torch, finds no function and rejects other names. The records are then validated as data:
-types, names of files beside the index, byte ranges within these files.
+restricted unpickler accepts a dozen names of torch's own records, and creates a plain data object for each. It
+instantiates no class of torch, finds no function and rejects other names. The data is then validated: types, names of
+files beside the index, byte ranges within these files.
 
 Values are in the other files, written by ``torch.save`` one after the other. They are loaded with
 ``weights_only=True``, torch's own restricted reader of tensors.
@@ -30,7 +30,7 @@ _PLACES = "torch.distributed.checkpoint.filesystem"
 
 
 class _Record:
-    """An inert stand-in for an object of torch: its constructor arguments and state, as data."""
+    """A plain data object that replaces an object of torch. It stores the constructor arguments and the state."""
 
     def __init__(self, *made_of: Any) -> None:
         self.made_of = made_of
@@ -67,10 +67,10 @@ _KNOWN: dict[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Resolves the known names and torch's dtypes, and rejects all others."""
+    """An unpickler that resolves the known names and torch's dtypes, and rejects all others."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return an inert record for a known name, or a dtype; raises for any other name."""
+        """Return a plain data class for a known name, or a dtype. Raises an error for any other name."""
         if (module, name) in _KNOWN:
             return _KNOWN[module, name]
         found = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
@@ -82,7 +82,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _StoredPiece(NamedTuple):
-    """A chunk of a tensor: its offsets and sizes, and the byte range that holds it."""
+    """A chunk of a tensor: its offsets and sizes in the tensor, and the byte range in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -92,8 +92,11 @@ class _StoredPiece(NamedTuple):
 
 
 class DistributedFiles:
-    """The tensors in the folder ``path``. ``held``: meta tensors by their names in the state_dict, levels joined by
-    dots. Raises :class:`CheckpointError` for any defect of the folder."""
+    """The tensors in the folder ``path``.
+
+    ``held``: meta tensors by their names in the state_dict, with nested keys joined by dots. Raises
+    :class:`CheckpointError` for any defect of the folder.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -119,7 +122,7 @@ class DistributedFiles:
         return whole
 
     def _index(self) -> tuple[dict[str, Any], dict[Any, Any]]:
-        """Return the tensors' records by name, and the chunk locations."""
+        """Return the metadata of each tensor by name, and the locations of all chunks."""
         file = self.path / METADATA
         try:
             if file.stat().st_size > LARGEST:
@@ -198,7 +201,7 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def _places(value: Any) -> dict[Any, Any]:
-    """Return the chunk locations by name and offset."""
+    """Return the locations of chunks by name and offset."""
     return {
         (index.fqn, _numbers(getattr(index, "offset", None) or ())): place
         for index, place in value.items()

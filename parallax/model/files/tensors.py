@@ -1,5 +1,4 @@
-"""Tensors in safetensors files: recipes that convert between model and files, headers, and writing tensor by tensor, so
-that only one need be in memory."""
+"""Read and write tensors in safetensors files one at a time, converted by recipes."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ Read = Callable[[str], Tensor]
 
 
 class TensorFiles(Protocol):
-    """Files with tensors; ``held``: name → meta tensor."""
+    """The interface to files that contain tensors. ``held`` maps each name to a meta tensor."""
 
     held: Mapping[str, Tensor]
 
@@ -52,20 +51,23 @@ FORMAT_NAMES = {dtype: name for name, dtype in NUMBER_FORMATS.items()}
 
 @dataclass(frozen=True)
 class Recipe:
-    """A function that makes tensors by name from the tensors ``sources``: file tensors from the model's, or the
-    reverse. It also runs on meta tensors, to find names, shapes and types."""
+    """A function that computes named tensors from the tensors ``sources``.
+
+    It converts between tensors in files and tensors of the model, in either direction. It also runs on meta tensors, to
+    find names, shapes and dtypes.
+    """
 
     sources: tuple[str, ...]
     make: Callable[[Read], dict[str, Tensor]]
 
     @classmethod
     def same(cls, source: str, name: str) -> Recipe:
-        """Return the recipe of one unchanged tensor under another name."""
+        """Return a recipe that renames one tensor and leaves its values unchanged."""
         return cls((source,), lambda read: {name: read(source)})
 
 
 def held_in(file: Any) -> dict[str, Tensor]:
-    """Return the tensors of an open safetensors file, as meta tensors."""
+    """Return {name: meta tensor} of an open safetensors file."""
     return {name: _without_values(name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
 
 
@@ -80,7 +82,7 @@ def _without_values(name: str, part: Any) -> Tensor:
 
 
 def file_head(held: Mapping[str, Tensor]) -> bytes:
-    """Return the header of a safetensors file with the tensors ``held``, in this order."""
+    """Return the header of a safetensors file that contains the tensors ``held``, in this order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, tensor in held.items():
@@ -96,8 +98,10 @@ def file_head(held: Mapping[str, Tensor]) -> bytes:
 def write_tensors(
     path: Path, held: Mapping[str, Tensor], recipes: Sequence[Recipe], read: Read
 ) -> None:
-    """Write the tensors of ``recipes``, in order, to a safetensors file; ``held``: all of them, in the same order, as
-    meta tensors."""
+    """Write the tensors that ``recipes`` compute, in order, to a safetensors file.
+
+    ``held`` are all these tensors, in the same order, as meta tensors. ``read`` returns a source tensor.
+    """
     with path.open("wb") as file:
         file.write(file_head(held))
         names = iter(held.items())

@@ -1,4 +1,4 @@
-"""Number formats and values that file tensors may have in a model."""
+"""Check and convert dtypes and values of tensors in files for use in a model."""
 
 from __future__ import annotations
 
@@ -31,19 +31,23 @@ _ACCEPTED = {
 
 
 def is_of_eight_bits(dtype: torch.dtype) -> bool:
-    """Return whether ``dtype`` is one of the float8 types."""
+    """Return whether ``dtype`` is one of the float8 dtypes."""
     return dtype in _OF_EIGHT_BITS
 
 
 def read_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which tensors of ``dtype`` are read: float32 for float8, for which torch has few operators;
-    other types unchanged."""
+    """Return the dtype in which tensors of ``dtype`` are read.
+
+    It is float32 for float8, for which torch has few operators. Other dtypes are unchanged.
+    """
     return torch.float32 if is_of_eight_bits(dtype) else dtype
 
 
 def check_kind(name: str, found: torch.dtype, wanted: torch.dtype) -> None:
-    """Raise :class:`CheckpointError` if a file tensor's type cannot be converted to the model's: one is floating-point
-    and the other integer, or the file's type is packed."""
+    """Raise :class:`CheckpointError` if a file tensor's dtype ``found`` cannot be converted to the model's, ``wanted``.
+
+    That is the case if one is floating-point and the other integer, or if the file's dtype is packed.
+    """
     if _kind(found) != (kind := _kind(wanted)):
         raise CheckpointError(
             f"{printable(name)} is in {found}, but in the model it is in {wanted}: accepted are "
@@ -52,8 +56,10 @@ def check_kind(name: str, found: torch.dtype, wanted: torch.dtype) -> None:
 
 
 def as_dtype(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``value`` converted to ``dtype``, of the same kind. Raises :class:`CheckpointError` if numbers
-    overflow."""
+    """Return ``value`` converted to ``dtype``. Raises :class:`CheckpointError` if numbers overflow.
+
+    Both dtypes are of the same kind: floating-point, complex or integer.
+    """
     if value.dtype is dtype:
         return value
     found = value.to(dtype)
@@ -73,7 +79,7 @@ def as_dtype(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def nonfinite_kind(tensor: Tensor) -> str:
-    """Return "nan" or "inf" for a floating-point or complex tensor with non-finite numbers, else ""."""
+    """Return "nan" or "inf" for a floating-point or complex tensor with non-finite numbers, otherwise ""."""
     ends = _extremes(tensor)
     if all(map(math.isfinite, ends)):
         return ""
@@ -81,13 +87,16 @@ def nonfinite_kind(tensor: Tensor) -> str:
 
 
 def nonfinite_text(tensor: Tensor) -> str:
-    """Return a text with the number of NaN or infinite values of a tensor, for the end of a message."""
+    """Return a text with the number of NaN or infinite values of a tensor, to append to a message."""
     count = int((~torch.isfinite(tensor.detach().to(read_dtype(tensor.dtype)))).sum())
     return f"holds {count} number(s) that are NaN or infinite, of {tensor.numel()}"
 
 
 def check_finite(name: str, tensor: Tensor, *, frozen: bool = False) -> None:
-    """Raise :class:`CheckpointError` if ``tensor`` has NaN or Inf. A ``frozen`` tensor may have Inf, as in masks."""
+    """Raise :class:`CheckpointError` if ``tensor`` contains NaN or Inf.
+
+    A ``frozen`` tensor may contain Inf, as masks do.
+    """
     what = nonfinite_kind(tensor)
     if what == "nan" or (what and not frozen):
         raise CheckpointError(
@@ -96,8 +105,10 @@ def check_finite(name: str, tensor: Tensor, *, frozen: bool = False) -> None:
 
 
 def _extremes(tensor: Tensor) -> list[float]:
-    """Return the smallest and the largest value, or NaN if any value is; empty for integers. The tensor is not copied,
-    and this takes a twentieth of isfinite's time."""
+    """Return the smallest and the largest value, or NaN if any value is NaN; empty for integers.
+
+    The tensor is not copied, and this takes a twentieth of the time of isfinite.
+    """
     values = tensor.detach()
     if _kind(values.dtype) not in ("float", "complex") or not values.numel():
         return []
@@ -107,7 +118,7 @@ def _extremes(tensor: Tensor) -> list[float]:
 
 
 def _real_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type of real and imaginary part of a complex type; other types unchanged."""
+    """Return the dtype of the real and imaginary part of a complex dtype. Other dtypes are unchanged."""
     return torch.empty(0, dtype=dtype).real.dtype if dtype.is_complex else dtype
 
 

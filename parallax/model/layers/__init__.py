@@ -1,1 +1,1 @@
-"""Layers whose result must not depend on how rows are partitioned."""
+"""Layers whose results must not depend on the plan: changing buffers, dropout, BatchNorm, sparse gradients."""

@@ -2,18 +2,18 @@
 
 Some forwards update buffers: moving averages of a codebook, a counter, the vectors of a power iteration. A recomputed
 block would update them twice, and compute with other values than the first time. So a recomputation runs on copies of
-the values before the first forward, and the buffers keep the values after it. Frozen parameters that a forward changes,
-such as those of a teacher network, count as buffers here.
+the values from before the first forward, and afterwards the buffers have the values from after it. Frozen parameters
+that a forward changes, such as those of a teacher network, count as buffers here.
 
-Copies cost memory, and most buffers never change. So the very first forward learns which ones do: a dispatch mode
+Copies cost memory, and most buffers never change. So the first forward determines which buffers change: a dispatch mode
 copies each buffer before an operator first writes it, and replaced buffers are found afterwards. From the second
 forward on only these are copied, before it begins. Version counters detect a buffer that first changes later: it is
 updated once, but one recomputation sees the new value, which is logged.
 
 The same mode finds operators that write into an argument besides their result, as ``rrelu_with_noise`` does. Such an
-operator saves the argument before filling it, and a recomputation stops at the last saved tensor. So a block with such
-an operator saves one more tensor at its end (:meth:`ChangingBuffers.end_forward`); otherwise backward would read
-uninitialized memory.
+operator saves the argument before filling it, and a recomputation stops at the last saved tensor, so backward would
+read uninitialized memory. To prevent that, a block with such an operator saves one more tensor at its end
+(:meth:`ChangingBuffers.end_forward`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Owner = dict[str, Tensor | None]
 
 
 class _BufferSlot(NamedTuple):
-    """The location of a buffer or frozen parameter: its module and its name there."""
+    """The location of a buffer or frozen parameter: a module and the name in this module."""
 
     owner: Owner
     name: str
@@ -47,9 +47,12 @@ class _BufferSlot(NamedTuple):
 
 
 class ChangingBuffers:
-    """The changing buffers of one block. ``leave_out``: modules whose buffers are handled elsewhere. ``is_offloaded``
-    recognizes offloaded parameters. ``compiled``: the block is compiled, so its operators cannot be intercepted; all
-    buffers are copied once and compared instead."""
+    """The buffers of one block that its forwards change.
+
+    ``leave_out``: modules whose buffers are handled elsewhere. ``is_offloaded`` recognizes offloaded parameters.
+    ``compiled``: the block is compiled, so its operators cannot be intercepted; all buffers are copied once and
+    compared instead.
+    """
 
     def __init__(
         self,
@@ -83,8 +86,10 @@ class ChangingBuffers:
 
     @contextlib.contextmanager
     def first_forward(self, found: BufferSnapshot) -> Iterator[None]:
-        """A context for a forward that may be recomputed; it stores in ``found`` the values that the buffers had
-        before."""
+        """A context for a forward that may be recomputed.
+
+        It stores in ``found`` the values that the buffers had before.
+        """
         if self._unknown is not None:
             with self._watching(self._unknown, found):
                 yield
@@ -105,7 +110,7 @@ class ChangingBuffers:
 
     @contextlib.contextmanager
     def repeated_forward(self, found: BufferSnapshot) -> Iterator[None]:
-        """A context for the recomputation: buffers have the values of ``found``, and are restored at exit."""
+        """A context for the recomputation, in which buffers have the values in ``found``. They are restored on exit."""
         left = [(place, place.tensor) for place, _ in found.values]
         fresh: dict[Tensor, Tensor] = {}  # a buffer shared by two modules stays shared
         for place, value in found.values:
@@ -119,7 +124,7 @@ class ChangingBuffers:
                 place.owner[place.name] = tensor
 
     def end_forward(self) -> None:
-        """Finish a forward that may be recomputed, or its recomputation; call it after the block's operators."""
+        """Finish a forward that may be recomputed, or its recomputation. Call this after the block's last operator."""
         if self._fills_saved:
             torch.zeros((), requires_grad=True).exp()
 
@@ -164,8 +169,10 @@ class ChangingBuffers:
 
 
 class BufferSnapshot:
-    """The values of the changing buffers before a forward. ``sizes``: the symbols of row lengths of its nested
-    tensors."""
+    """The values that the changing buffers had before a forward.
+
+    ``sizes``: the symbols for row lengths in the forward's nested tensors.
+    """
 
     def __init__(self) -> None:
         self.values: list[tuple[_BufferSlot, Tensor]] = []
@@ -174,8 +181,11 @@ class BufferSnapshot:
 
 
 class _CopyOnWrite(OperatorMode):
-    """Copies a tensor before an operator first writes to its memory. ``copies``: address → copy. ``fills_arguments``:
-    an operator has written into an argument that it does not return."""
+    """A dispatch mode that copies a tensor before an operator first writes to its memory.
+
+    ``copies`` maps addresses to copies. ``fills_arguments``: an operator has written into an argument that it does not
+    return.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
@@ -225,7 +235,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _copies(places: Sequence[_BufferSlot]) -> list[tuple[_BufferSlot, Tensor]]:
-    """Return each slot with a copy of its tensor; a shared tensor is copied once."""
+    """Return each location with a copy of its tensor. A shared tensor is copied once."""
     made: dict[Tensor, Tensor] = {}
     for place in places:
         if place.tensor not in made:
@@ -234,7 +244,7 @@ def _copies(places: Sequence[_BufferSlot]) -> list[tuple[_BufferSlot, Tensor]]:
 
 
 def _like(tensor: Tensor, value: Tensor) -> Tensor:
-    """Return a copy of ``value``, as a Parameter if ``tensor`` is one."""
+    """Return a copy of ``value``, as a Parameter if ``tensor`` is a Parameter."""
     copied = value.detach().clone()
     return nn.Parameter(copied, requires_grad=False) if isinstance(tensor, nn.Parameter) else copied
 

@@ -1,15 +1,15 @@
-"""Dropout that does not depend on the plan.
+"""Dropout whose masks do not depend on the plan.
 
 A mask that is drawn for a micro-batch depends on its first row and on its number of rows on this rank, so two plans
 would train two models. Here each row of the global batch has its own random numbers: while a block runs forward, calls
-of torch.nn.functional.dropout and its relatives are replaced by ones whose masks derive from (seed, step, row, block,
-number of the call), equal on every device (:mod:`parallax.model.layers.row_noise`). Recomputation derives them again.
+of torch.nn.functional.dropout and its variants are replaced. Their masks derive from (seed, step, row, block, number of
+the call) and are equal on every device (:mod:`parallax.model.layers.row_noise`). Recomputation derives them again.
 
 This requires an input whose dimension 0 is the micro-batch's rows or a multiple of them (each row then has consecutive
 entries), or a nested tensor. Other random operations are not covered: the data of a PackedSequence, whose rows are
 interleaved, the ``dropout_p`` of scaled_dot_product_attention and so nn.MultiheadAttention, dropout inside nn.LSTM and
-nn.GRU, compiled blocks, a model's own torch.rand. Those depend on (seed, step, first row, block): equal in every run of
-a plan, and under another plan with the same rows per rank.
+nn.GRU, compiled blocks, a model's own torch.rand. Their numbers depend on (seed, step, first row, block): they are
+equal in every run of a plan, and under another plan with the same rows per rank.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ _ALPHA = (
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The random source of one block's forward: the noise generator of its device, and the key (seed, step, first row,
-    rows, block)."""
+    """The random source of one block's forward.
+
+    It has the noise generator of the block's device, and the key (seed, step, first row, rows, block).
+    """
 
     noise: RowNoise
     seed: int
@@ -54,7 +56,7 @@ class Draws:
 
 
 class RowDropout(TorchFunctionMode):
-    """Replaces dropout in one forward of a block."""
+    """Replaces dropout functions during one forward of a block."""
 
     def __init__(self, draws: Draws) -> None:
         super().__init__()
@@ -63,7 +65,7 @@ class RowDropout(TorchFunctionMode):
 
     @property
     def drew(self) -> bool:
-        """Whether any dropout was called."""
+        """Whether any dropout function was called."""
         return self._calls > 0
 
     def __torch_function__(
@@ -90,8 +92,11 @@ class RowDropout(TorchFunctionMode):
         *,
         train: bool = True,
     ) -> Tensor | None:
-        """Return the result of dropout, computed in place of ``F.dropout`` or ``torch.dropout``; None to call torch's
-        own function. The two functions name their flag ``training`` and ``train``."""
+        """Return the result of dropout, computed in place of ``F.dropout`` or ``torch.dropout``.
+
+        None means that torch's own function must be called. The two functions call their flag ``training`` and
+        ``train``.
+        """
         if not (training and train and 0 < p < 1):
             return None
         self._calls += 1
@@ -104,12 +109,12 @@ class RowDropout(TorchFunctionMode):
         return input.copy_(found) if inplace and found is not None else found
 
     def kept(self, shape: torch.Size | tuple[int, ...], p: float) -> Tensor:
-        """Return a mask over all rows: True with probability 1 - p."""
+        """Return a mask of ``shape`` over all rows, True with probability 1 - p."""
         count = math.prod(shape) // self._draws.rows
         return self._draws.noise.kept(self._rows(), count, p).view(shape)
 
     def kept_nested(self, x: Tensor, p: float) -> Tensor:
-        """Return a mask like that of :meth:`kept` for a nested tensor, with its row lengths."""
+        """Return a mask for the nested tensor ``x``, with its row lengths, True with probability 1 - p."""
         jagged: Any = x
         sizes = [jagged.size(d) for d in range(1, x.dim())]
         ragged = next(d for d, size in enumerate(sizes) if not isinstance(size, int))
@@ -124,7 +129,7 @@ class RowDropout(TorchFunctionMode):
         )
 
     def _rows(self) -> list[tuple[int, ...]]:
-        """Return the unique random key of each row for this call."""
+        """Return the key of each row's random numbers for this call of dropout."""
         draws = self._draws
         rows = range(draws.first, draws.first + draws.rows)
         return [(draws.seed, draws.step, row, draws.block, self._calls) for row in rows]
@@ -147,8 +152,10 @@ def _drop(mode: RowDropout, x: Tensor, p: float) -> Tensor:
 
 
 def _drop_channels(dimensions: int) -> Drop:
-    """Return a dropout function that drops whole channels; ``dimensions``: the number of dimensions after rows and
-    channels."""
+    """Return a dropout function that drops whole channels.
+
+    ``dimensions`` is the number of dimensions after rows and channels.
+    """
 
     def drop(mode: RowDropout, x: Tensor, p: float) -> Tensor | None:
         if x.dim() != dimensions + 2:  # a single row without a batch dimension

@@ -1,16 +1,16 @@
-"""BatchNorm under a plan: over which rows statistics are computed, and what recomputation does with them.
+"""BatchNorm under a plan: the rows over which statistics are computed, and recomputation.
 
 A BatchNorm computes statistics over the rows that it gets: those of one micro-batch, on one replica. So its result
 depends on how rows are partitioned, and the user chooses (:class:`~parallax.runtime.replicas.config.ReplicasConfig`).
 
-``replica``: statistics over each replica's own rows. Each replica keeps running statistics; after a step these are
-averaged, weighted by the number of micro-batches that each saw, so that it does not matter which replica is saved or
-evaluates.
+``replica``: statistics over each replica's own rows. Each replica keeps running statistics. After a step these are
+averaged, weighted by the number of micro-batches that each replica computed, so that it does not matter which replica
+is saved or evaluates.
 
 ``sync``: statistics over all replicas' rows of the micro-batch. Count, mean and sum of squares of the replicas are
 combined by Chan's formula (one all-reduce forward, one backward). If a micro-batch has fewer rows than replicas, only
-the replicas with rows take part, in a process group of their own. Each replica's gradients of weight and bias cover its
-own rows, as for all parameters.
+the replicas with rows take part, in a separate process group. Each replica's gradients of weight and bias cover its own
+rows, as for all parameters.
 
 ``frozen``: always as in evaluation.
 
@@ -42,7 +42,7 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class BatchNorms:
-    """The BatchNorms of a rank's blocks. ``mode`` is one of :data:`BATCHNORM`."""
+    """The BatchNorm modules of a rank's blocks. ``mode`` is one of :data:`BATCHNORM`."""
 
     def __init__(self, mode: str = "replica", mesh: Mesh | None = None) -> None:
         self._mode = mode
@@ -53,8 +53,10 @@ class BatchNorms:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def add_block(self, place: int, block: nn.Module, *, compiled: bool = False) -> None:
-        """Replace the forwards of the BatchNorms in a block; if ``compiled``, those that communicate are excluded from
-        compilation."""
+        """Replace the forwards of the BatchNorm modules in a block.
+
+        In a ``compiled`` block, the BatchNorms that communicate are excluded from compilation.
+        """
         found: list[nn.Module] = [
             module for module in block.modules() if isinstance(module, _KINDS)
         ]
@@ -83,13 +85,13 @@ class BatchNorms:
         return run
 
     def freeze_statistics(self) -> None:
-        """With mode ``frozen``, put the BatchNorms into evaluation mode; call it after ``train()``."""
+        """In mode ``frozen``, put the BatchNorms into evaluation mode. Call this after ``train()``."""
         if self._mode == "frozen":
             for module in self._modules():
                 module.eval()
 
     def begin_micro_batch(self, place: int, rows: int) -> None:
-        """Prepare a block's BatchNorms for a forward on this rank's rows of a micro-batch of ``rows`` rows."""
+        """Prepare a block's BatchNorms for the forward of a micro-batch that has ``rows`` rows over all replicas."""
         if place in self._modules_by_block:
             self._seen[place] += 1
             self._participants = self._participants_of(rows)
@@ -99,7 +101,7 @@ class BatchNorms:
         return self._modules_by_block.get(place, ())
 
     def checkpoint_contexts(self, place: int, rows: int) -> Callable[[], tuple[Any, Any]]:
-        """Return the ``context_fn`` of torch.utils.checkpoint for a block."""
+        """Return the ``context_fn`` with which torch.utils.checkpoint recomputes a block."""
         if place not in self._modules_by_block:
             return noop_context_fn
         return lambda: (contextlib.nullcontext(), self._recomputing(place, rows))
@@ -123,8 +125,10 @@ class BatchNorms:
                 setattr(module, name, tensor)
 
     def _participants_of(self, rows: int) -> _Participants:
-        """Return the replicas with rows in a micro-batch of ``rows`` rows. All these replicas call it together, because
-        it may create a process group."""
+        """Return the replicas that have rows in a micro-batch of ``rows`` rows.
+
+        All these replicas must call this together, because it may create a process group.
+        """
         mesh = self._mesh
         if self._mode != "sync" or mesh is None:
             return self._participants
@@ -149,7 +153,7 @@ class BatchNorms:
 
     @property
     def statistics_differ(self) -> bool:
-        """Whether replicas' running statistics differ after a step."""
+        """Whether the replicas' running statistics differ after a step."""
         tracked = any(_statistic(module, "running_mean") is not None for module in self._modules())
         return self._mesh is not None and self._mode != "frozen" and tracked
 
@@ -157,8 +161,10 @@ class BatchNorms:
         self._seen.clear()
 
     def average_statistics(self) -> None:
-        """Average the replicas' running statistics, weighted by the micro-batches since the last call. Collective over
-        replicas, after the step's last backward."""
+        """Average the replicas' running statistics, weighted by the micro-batches since the last call.
+
+        Collective over replicas, after the step's last backward.
+        """
         assert self._mesh is not None
         # The last replica has rows in every micro-batch.
         last = self._mesh.replica == self._mesh.replica_count - 1
@@ -193,7 +199,7 @@ def _statistic(module: nn.Module, name: str) -> Tensor | None:
 
 
 def _average(moved: Sequence[tuple[Tensor, float]], group: dist.ProcessGroup | None) -> None:
-    """Replace each tensor by its weighted average over replicas; unchanged if all weights are 0."""
+    """Replace each tensor by its weighted average over replicas. If all weights are 0, it is unchanged."""
     wide = _wide(moved[0][0].dtype)
     parts = [tensor.to(wide) * weight for tensor, weight in moved]
     # Filled on the device: a copy from the host would block it.
@@ -206,8 +212,10 @@ def _average(moved: Sequence[tuple[Tensor, float]], group: dist.ProcessGroup | N
 
 
 class _Participants:
-    """The replicas with rows in a micro-batch: their process group (None: only this replica), the index of this
-    replica, and their number."""
+    """The replicas that have rows in a micro-batch: process group, index of this replica, and number of replicas.
+
+    The group is None if only this replica has rows.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, place: int, count: int) -> None:
         self.group, self.place, self.count = group, place, count
@@ -219,7 +227,7 @@ class _Participants:
 
 
 class _Synchronising(TorchFunctionMode):
-    """Replaces F.batch_norm, which the module calls, by one with statistics over all replicas' rows."""
+    """Replaces F.batch_norm, which a BatchNorm module calls, by a function with statistics over all replicas' rows."""
 
     def __init__(self, participants: _Participants) -> None:
         super().__init__()
@@ -266,8 +274,10 @@ def _batch_norm(
 
 
 class _Synchronised(torch.autograd.Function):
-    """Batch normalization over the rows of all participants; returns this replica's result, mean, variance and
-    count."""
+    """Batch normalization over the rows of all participants.
+
+    Returns this replica's result, and mean, variance and count.
+    """
 
     @staticmethod
     def forward(
@@ -327,5 +337,5 @@ def _across(of_channels: Tensor, x: Tensor) -> Tensor:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the type for statistics: at least single precision."""
+    """Return the dtype for statistics, at least single precision."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,9 +1,9 @@
-"""Random masks per row: the same for a row on any rank and device, in a few kernels for all rows.
+"""Random masks per row, equal for a row on any rank and device, in a few kernels for all rows.
 
 Torch's generators give other numbers on another device, and need a seed per row. Hashing the index of each number with
-torch operators would pass through memory twenty times. Here a row's numbers are hashed linearly, modulo 2⁶⁴ and 2³²,
-which is one kernel at each of two levels (Dietzfelbinger et al. 1997, "A reliable randomized algorithm for the
-closest-pair problem": multiply, add, and keep the upper bits)::
+torch operators would need twenty passes over memory. Here a row's numbers are hashed linearly, modulo 2⁶⁴ and 2³², with
+one kernel at each of two levels (Dietzfelbinger et al. 1997, "A reliable randomized algorithm for the closest-pair
+problem": multiply, add, and keep the upper bits)::
 
     four words per row, from (seed, step, row, block, call) by blake2b         a, b, c, d             64 bits each
     per run of 1024 numbers, with the run's constant R                         A = (a·R + b) >> 32    odd
@@ -31,7 +31,9 @@ _WORDS = 4  # per row
 
 
 class RowNoise:
-    """Masks on ``device``, which holds the constants: 4 KiB, and 8 bytes per run of a row."""
+    """Generates masks on ``device``, where the constants are stored: 4
+    KiB, and 8 bytes per run of 1024 numbers in a row.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -39,8 +41,10 @@ class RowNoise:
         self._runs = torch.empty(0, dtype=torch.int64)
 
     def kept(self, rows: Sequence[tuple[int, ...]], count: int, p: float) -> Tensor:
-        """Return a mask of ``count`` values for each row in ``rows``, which are the keys of their random streams: False
-        with probability ``p``."""
+        """Return a mask of ``count`` values for each row, False with probability ``p``.
+
+        ``rows`` are the keys of the rows' random streams.
+        """
         runs, length = -(-count // RUN), min(count, RUN)
         words = self._on_device(_words_of(rows))[..., None]
         found = _choices(words, self._numbers_of_runs(runs), self._numbers_of_places()[:length])
@@ -49,7 +53,7 @@ class RowNoise:
     def kept_ragged(
         self, rows: Sequence[tuple[int, ...]], counts: Sequence[int], p: float
     ) -> list[Tensor]:
-        """Return masks like :meth:`kept` with ``counts`` values for each row; the masks are views of one tensor."""
+        """Return masks like :meth:`kept` with ``counts`` values for each row. They are views of one tensor."""
         needed = [-(-count // RUN) for count in counts]
         length = min(max(counts), RUN)
         words = np.repeat(_words_of(rows), needed, axis=1)
@@ -99,7 +103,7 @@ def _choices(words: Tensor, runs: Tensor, places: Tensor) -> Tensor:
 
 
 def _threshold(p: float) -> int:
-    """Return the signed 32-bit number below which a fraction ``p`` of all 32-bit numbers lies."""
+    """Return the signed 32-bit number such that a fraction ``p`` of all 32-bit numbers is smaller."""
     return min(2**32 - 1, round(p * 2**32)) - 2**31
 
 

@@ -1,9 +1,9 @@
 """Convert sparse gradients to dense ones before they are accumulated.
 
-An embedding with ``sparse=True`` has gradients for the rows that it read only. Later steps need dense memory:
-all-reduces, norms, split backwards, optimizers and offloading. A dense gradient has the same values, so SGD and AdamW
-update as without that option. Only the first gradient shows whether a parameter's gradients are sparse: a hook checks
-it, and removes itself if they are dense.
+An embedding with ``sparse=True`` has gradients only for the rows that it read. All-reduces, norms, split backwards,
+optimizers and offloading need dense memory. A dense gradient has the same values, so SGD and AdamW update as without
+that option. Only the first gradient shows whether a parameter's gradients are sparse: a hook checks it, and removes
+itself if they are dense.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ logger = logging.getLogger("parallax")
 
 
 def make_gradients_dense(parameters: Mapping[str, Tensor]) -> None:
-    """Densify future gradients of the trained ``parameters`` (by name); call it before their first backward."""
+    """Convert future gradients of the trained ``parameters`` (by name) to dense ones.
+
+    Call this before their first backward.
+    """
     for name, parameter in parameters.items():
         if parameter.requires_grad:
             hook = _DensifyingHook(name, parameter)
@@ -28,8 +31,11 @@ def make_gradients_dense(parameters: Mapping[str, Tensor]) -> None:
 
 
 class _DensifyingHook:
-    """A hook that runs before a gradient is accumulated into ``.grad``. A hook cannot change the layout, but a sparse
-    gradient added to zeros becomes dense. Holds the parameter weakly, to avoid a cycle."""
+    """A hook that runs before a gradient is accumulated into ``.grad`` and makes the sum dense.
+
+    A hook cannot change the layout of the gradient, but a sparse gradient added to zeros becomes dense. The hook
+    references the parameter weakly, to avoid a cycle.
+    """
 
     def __init__(self, name: str, parameter: Tensor) -> None:
         self._name, self._parameter = name, weakref.ref(parameter)

@@ -1,1 +1,1 @@
-"""The cost of a model's blocks: measured, or counted on fake tensors."""
+"""Find the cost of a model's blocks, by measuring them or by counting on fake tensors."""

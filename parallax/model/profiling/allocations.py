@@ -16,10 +16,10 @@ from parallax.machine.host import RETURNED_BYTES
 
 
 class Allocations(NamedTuple):
-    """Bytes that a call allocated.
+    """The bytes that a call has allocated.
 
-    ``most``    their peak during the call
-    ``left``    bytes that are still allocated after it
+    ``most``    peak during the call
+    ``left``    bytes that are still allocated after the call
     ``mapped``  on a CPU, the sum of the large blocks, which are mapped anew each time if freed memory is returned to
                 the system at once
     """
@@ -30,7 +30,7 @@ class Allocations(NamedTuple):
 
 
 def measure_allocations(device: torch.device, call: Callable[[], object]) -> Allocations:
-    """Return the allocations of ``call``."""
+    """Run ``call`` and return the bytes that it allocated on ``device``."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
         torch.accelerator.reset_peak_memory_stats(device)
@@ -66,7 +66,7 @@ def measure_allocations(device: torch.device, call: Callable[[], object]) -> All
 
 @contextlib.contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """Silence file descriptor 2: torch's profiler writes two lines to it in each run, at any log level."""
+    """A context that silences stderr, because torch's profiler writes two lines to it in each run, at any log level."""
     sys.stderr.flush()
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

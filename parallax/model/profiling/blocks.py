@@ -1,5 +1,4 @@
-"""Parts that both profilers share: sizes of blocks, iteration over distinct blocks, and the loss over the whole
-batch."""
+"""Code for both profilers: sizes of blocks, iteration over distinct blocks, and the loss over the whole batch."""
 
 from __future__ import annotations
 
@@ -17,8 +16,11 @@ from parallax.model.recurrent import recurrent_weights
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Sizes of a block in the chain's number format: the number of its parameters, and bytes of all parameters, of
-    frozen ones, of the largest trained one, and of buffers. Buffers that are not floating-point keep their type."""
+    """Sizes of a block in the chain's number format.
+
+    They are the number of parameters, and the bytes of all parameters, of frozen ones, of the largest trained one, and
+    of buffers. Buffers that are not floating-point keep their dtype.
+    """
 
     parameters: int
     parameter_bytes: int
@@ -48,9 +50,11 @@ class BlockSizes:
 def tie_costs(
     chain: Chain, *, trained: bool = True, flat: bool = False
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield, for each parameter that several blocks share, its bytes and the indices of these blocks. ``trained``: only
-    trained parameters; False: only frozen ones. ``flat``: also yield the bytes of each block's recurrent weights, which
-    are in one buffer."""
+    """Yield (bytes, block indices) for each parameter that several blocks share.
+
+    ``trained``: only trained parameters; False: only frozen ones. ``flat``: also yield each block's recurrent weights,
+    which are in one buffer.
+    """
     tied = set()
     for users in chain.ties.values():
         blocks = tuple(sorted({index for index, _ in users}))
@@ -67,11 +71,11 @@ def tie_costs(
 
 
 class BlockFindings(Protocol):
-    """A profiling result for one block, with the block's outputs."""
+    """The interface of the result of profiling one block."""
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
-        """The inputs of the next block."""
+        """The outputs of the block, which are the inputs of the next one."""
 
 
 _Found = TypeVar("_Found", bound=BlockFindings)
@@ -82,8 +86,10 @@ def block_by_block(
     entering: tuple[Tensor, ...],
     find: Callable[[int, tuple[Tensor, ...], bool], _Found],
 ) -> list[_Found]:
-    """Return ``find(index, inputs, last)`` for every block; each block's inputs are the outputs of the one before.
-    ``find`` is called once for each distinct block."""
+    """Return ``find(index, inputs, last)`` for every block, with the outputs of the previous block as inputs.
+
+    ``find`` is called once for each distinct block.
+    """
     known: dict[str, _Found] = {}
     found = []
     for index, block in enumerate(chain.blocks):
@@ -119,8 +125,11 @@ Outputs = tuple[int, Sequence[Tensor]]  # number of rows, and their outputs
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLoss:
-    """The cost of a loss over the whole batch: bytes of the ``outputs`` of ``rows`` rows, additional bytes for the loss
-    (``work``), and its seconds with backward."""
+    """The cost of a loss over the whole batch of ``rows`` rows.
+
+    ``outputs`` is the bytes of the rows' outputs, ``work`` the additional bytes for the loss, and ``seconds`` the time
+    of the loss with its backward.
+    """
 
     rows: int
     outputs: int
@@ -133,8 +142,11 @@ NO_LOSS = BatchLoss(rows=0, outputs=0, work=0, seconds=0.0)
 
 
 def repeat_rows(rows: int, few: Outputs, more: Outputs) -> tuple[Tensor, ...]:
-    """Return outputs of ``rows`` rows, made by repeating the rows of ``more``. A tensor whose length is equal for
-    ``few`` and ``more`` rows has no rows and is not repeated."""
+    """Return outputs of ``rows`` rows, made by repeating the rows of ``more``.
+
+    A tensor whose length is equal in ``few`` and ``more``, outputs of two numbers of rows, has no row dimension and is
+    not repeated.
+    """
 
     def whole(less: Tensor, tensor: Tensor) -> Tensor:
         has_rows = tensor.shape[:1] == (more[0],) and less.shape[:1] == (few[0],)

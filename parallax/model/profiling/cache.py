@@ -1,4 +1,4 @@
-"""The cache of measured profiles, keyed by everything that the measurement depends on."""
+"""Cache measured profiles, with a key of everything that the measurement depends on."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def profile_path(
     offloader: Offloader | None = None,
     gathered: int = 0,
 ) -> Path:
-    """Return the cache file that :func:`~parallax.model.profiling.measure.measure` uses with the same arguments."""
+    """Return the cache file that :func:`~parallax.model.profiling.measure.measure` uses for the same arguments."""
     inputs, _ = sample(1)
     shapes = [(str(tensor.dtype), list(tensor.shape)) for tensor in inputs]
     what = [
@@ -65,14 +65,16 @@ def load_cached(path: Path, name: str) -> ModelProfile | None:
 
 
 def store_cached(profile: ModelProfile, path: Path) -> None:
-    """Write ``profile`` for :func:`load_cached`."""
+    """Write ``profile`` to the cache file ``path``."""
     with replacing(path) as temporary:
         temporary.write(profile.to_json().encode())
 
 
 def remove_cached(profile: ModelProfile) -> int:
-    """Remove cached profiles of the same model, device and number format, so that the next plan measures again; return
-    their number."""
+    """Remove cached profiles of the same model, device and number format, and return their number.
+
+    The next plan then measures again.
+    """
     count = 0
     for path in cache_directory().glob("profile-*.json"):
         with contextlib.suppress(PlanError, OSError):
@@ -93,7 +95,7 @@ def _are_alike(one: ModelProfile, other: ModelProfile) -> bool:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the device name for a profile."""
+    """Return the name of ``device`` that a profile contains."""
     if device.type == "cpu":
         return cpu_model()
     return accelerator_of(device).devices()[device.index or 0].name

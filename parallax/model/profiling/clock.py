@@ -1,11 +1,11 @@
-"""The clock for timing blocks, the eviction of caches before each reading, and a measure of how busy the machine was.
+"""A clock for timing blocks, the eviction of caches before each measurement, and a measure of how busy the machine was.
 
 A profile holds the costs on an idle machine. The planner models how ranks slow each other down, and other users of the
-machine must not count. So if one thread does all work, its processor time is read, which excludes time in which others
-run. In a step, other blocks have evicted a block's weights and inputs from the caches, so the caches are evicted before
-each reading.
+machine must not count. So if one thread does all work, its CPU time is read, which excludes time in which others run.
+In a step, other blocks have evicted a block's weights and inputs from the caches, so the caches are evicted before each
+measurement.
 
-Processor time excludes waits for a core. But work of others also slows caches and shared units of a core, and if one of
+CPU time excludes waits for a core. But other programs also slow down caches and shared units of a core, and if one of
 several threads has no core, the others wait for it. Two figures around each timed part show this: the ratio of wall
 time to time with a core, and the time of a fixed matrix product, which is constant on an idle machine.
 """
@@ -27,8 +27,11 @@ EVICTING_BYTES = 16 * 2**20
 
 
 class Clock:
-    """Measures the seconds of work on one device. ``undisturbed``: the clock excludes time in which other users of the
-    machine run. On an accelerator it uses events, after the device has warmed up to full speed."""
+    """Measures the seconds of work on one device.
+
+    ``undisturbed``: the clock excludes time in which other users of the machine run. On an accelerator it uses events,
+    after the device has warmed up to full speed.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -46,7 +49,7 @@ class Clock:
             self._warm_up()
 
     def now(self) -> float:
-        """Return seconds on a clock of arbitrary origin, after all work on the device."""
+        """Return seconds on a clock of arbitrary origin, after waiting for all work on the device."""
         if self.undisturbed:
             return time.thread_time()  # backward runs on the calling thread too
         if self._device.type != "cpu":
@@ -54,16 +57,20 @@ class Clock:
         return time.perf_counter()
 
     def elapsed(self) -> float:
-        """Return seconds on a clock of arbitrary origin, for work of several threads. It counts waits for other threads
-        of the process. It does not count waits for a core, if the system reports these."""
+        """Return seconds on a clock of arbitrary origin, for work of several threads.
+
+        It includes waits for other threads of the process. It excludes waits for a core, if the system reports these.
+        """
         if self._device.type != "cpu":
             return self._device_now()
         return time.perf_counter() - _queued_seconds()
 
     def waited_seconds(self) -> float:
-        """Return a counter of the seconds for which this thread has waited for a core; only its differences have a
-        meaning. The counter is the system's; if the system has none, it is wall time minus processor time for a single
-        thread, and 0 for several. It is 0 on an accelerator."""
+        """Return a counter of the seconds that this thread has waited for a core. Only differences are meaningful.
+
+        If the system has no such counter, it is wall time minus CPU time for a single thread, and 0 for several
+        threads. It is 0 on an accelerator.
+        """
         if self._device.type != "cpu":
             return 0.0
         if self._tells_queue or not self.undisturbed:
@@ -71,11 +78,11 @@ class Clock:
         return time.perf_counter() - time.thread_time()
 
     def mark(self) -> float | torch.Event:
-        """Return a time stamp after the work enqueued so far, without waiting."""
+        """Return a time stamp after the work enqueued so far, without waiting for this work."""
         return self.now() if self._device.type == "cpu" else self._event()
 
     def seconds_since(self, mark: float | torch.Event) -> float:
-        """Return the seconds since ``mark``, after all work on the device."""
+        """Return the seconds since ``mark``, after waiting for all work on the device."""
         if isinstance(mark, float):
             return self.now() - mark
         end = self._event()
@@ -83,7 +90,7 @@ class Clock:
         return float(mark.elapsed_time(end)) / 1000
 
     def evict_caches(self) -> None:
-        """Evict earlier data from a core's private caches, or an accelerator's."""
+        """Evict earlier data from the caches of a core, or from the caches of an accelerator."""
         self._other.add_(1)
 
     def _device_now(self) -> float:
@@ -100,7 +107,7 @@ class Clock:
         return event
 
     def _warm_up(self) -> None:
-        """Run work until the device, slow when idle, is at full speed."""
+        """Run work until the device, which is slow when idle, is at full speed."""
         until = time.perf_counter() + _WARM_SECONDS
         while time.perf_counter() < until:
             self.evict_caches()
@@ -122,8 +129,11 @@ _PRODUCTS = 3  # per reference; the fastest counts
 
 
 def disturbance(wall: float, waited: float, references: Sequence[float]) -> float:
-    """Return the slowdown of the timed work against an idle machine, at least 1. It is the larger of two ratios:
-    ``wall`` / (``wall`` − ``waited``), and median / minimum of the ``references``."""
+    """Return the slowdown of the timed work compared with an idle machine, at least 1.
+
+    It is the larger of two ratios: ``wall`` / (``wall`` − ``waited``), and median / minimum of the ``references``, the
+    times of a fixed matrix product.
+    """
     if wall < LEAST_SECONDS:
         return 1.0
     processor = max(wall - max(0.0, waited), wall / 1000)
@@ -133,7 +143,7 @@ def disturbance(wall: float, waited: float, references: Sequence[float]) -> floa
 
 
 class NoiseMeter:
-    """Sums wall time and waits of timed parts, and times a reference matrix product before each."""
+    """Adds up wall time and waits of timed parts, and times a fixed matrix product before each part."""
 
     def __init__(
         self,
@@ -156,7 +166,7 @@ class NoiseMeter:
 
     @property
     def disturbance(self) -> float:
-        """:func:`disturbance` over all parts so far."""
+        """Return the :func:`disturbance` of all parts so far."""
         return disturbance(self._wall, self._waited, self._references)
 
     def _reference(self) -> float:

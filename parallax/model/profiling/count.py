@@ -1,9 +1,9 @@
 """Count the work of each block, without the device and without weights.
 
-Each block runs forward and backward on fake tensors, which have shape, type and device but no memory; autograd,
+Each block runs forward and backward on fake tensors, which have shape, dtype and device but no memory; autograd,
 autocast and kernel selection work as on real ones. Every dispatched operator is counted: matrix products by the
 formulas of ``torch.utils.flop_counter``, others by the bytes that they read and write. Saved tensors are classified by
-the rule of the profiler and the swap manager, so saved, entering and leaving bytes equal those that
+the rule of the profiler and the swap manager, so the bytes of saved tensors, inputs and outputs equal those that
 :mod:`parallax.model.profiling.measure` finds on a CPU. Working memory is the peak of live tensors; kernels may use
 scratch memory, which only a measurement shows.
 
@@ -54,12 +54,13 @@ def count(
     name: str = "model",
     progress: Callable[[str], None] = lambda text: None,
 ) -> ModelWork:
-    """Return the work of ``chain``. ``sample(n)`` returns inputs and targets of n rows, of which only shapes and types
-    are used.
+    """Return the work of ``chain``.
 
-    The optimizer is AdamW under the recipe of ``precision``. The loss is counted with the last block, or, if it is
-    computed over the whole batch, separately on ``gathered`` rows. Raises :class:`DescribeError` if blocks do not fit
-    together, or need values, which fake tensors lack.
+    ``sample(n)`` returns inputs and targets of n rows, of which only shapes and dtypes are used. The optimizer is AdamW
+    in the given ``precision``. The loss is counted with the last block or, if it is computed over the whole batch,
+    separately on ``gathered`` rows.
+
+    Raises :class:`DescribeError` if blocks do not fit together, or need values, which fake tensors lack.
     """
     counter = _Counter(chain, loss, precision, minimum_bytes, progress, with_loss=not gathered)
     low, high = (counter.run(n, *sample(n)) for n in rows)
@@ -104,9 +105,11 @@ class _Counted:
 
 
 class _Deferring(TorchFunctionMode):
-    """Counts the bytes that :mod:`parallax.model.split_backward` stores for deferred weight gradients: the inputs of
-    products with parameters (each storage once), the gradients of their outputs, and autocast's copies of the
-    weights."""
+    """Counts the bytes that :mod:`parallax.model.split_backward` stores for deferred weight gradients.
+
+    They are the inputs of products with parameters (each storage once), the gradients of their outputs, and autocast's
+    copies of the weights.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +145,7 @@ PRODUCTS = ("linear", "addmm", "matmul", "mm", "__matmul__", "conv1d", "conv2d",
 
 
 class _Counter:
-    """Counts the blocks in order, each distinct one once."""
+    """Counts the work of the blocks of a chain in order. Blocks of equal cost are counted once."""
 
     def __init__(
         self,
@@ -160,7 +163,7 @@ class _Counter:
         self._with_loss = with_loss
 
     def run(self, rows: int, inputs: tuple[Tensor, ...], targets: Any) -> list[_Counted]:
-        """Count every block with ``rows`` rows; the outputs of each are the inputs of the next."""
+        """Count every block with ``rows`` rows. The outputs of each block are the inputs of the next one."""
         with self._mode:
             entering, aims = tuple(map(_fake, inputs)), transform(targets, _fake)
 
@@ -227,7 +230,10 @@ class _Counter:
 
     def whole_loss(self, rows: int, low: _Counted, high: _Counted, targets: Any) -> dict[str, Any]:
         """Return the ``gathered`` fields of the last block's :class:`BlockWork`: the work of one loss over ``rows``
-        rows. ``low`` and ``high``: the counts of the last block at two numbers of rows."""
+        rows.
+
+        ``low`` and ``high`` are the counts of the last block at two numbers of rows.
+        """
         self._progress(f"counting the loss of {rows} row(s)")
         with self._mode:
             aims, meter = transform(targets, _fake), WorkMeter()
@@ -278,7 +284,10 @@ class _Counter:
         leaves: tuple[Tensor, ...],
         targets: Any,
     ) -> tuple[PassWork, int]:
-        """Count a backward into the parameters of ``block`` and the leaves; without ``block``, into the leaves only."""
+        """Return the work and peak bytes of a backward into the parameters of ``block`` and the leaves.
+
+        Without ``block``, the backward is into the leaves only.
+        """
         roots = [tensor for tensor in results if tensor.requires_grad]
         if not roots:
             return PassWork(), 0
@@ -304,8 +313,10 @@ class _Counter:
     def _saved(
         self, block: nn.Module, entering: tuple[Tensor, ...], targets: Any
     ) -> tuple[int, int, int, int]:
-        """Return the bytes saved for backward, as the profiler does: offloadable bytes, resident bytes, bytes saved by
-        the loss, and all bytes that the forward adds."""
+        """Return the bytes saved for backward, in four numbers, as the profiler does.
+
+        They are offloadable bytes, resident bytes, bytes saved by the loss, and all bytes that the forward adds.
+        """
         held = [*block.parameters(), *block.buffers()]
         saved = SavedBytes(held, self._minimum, plain=FakeTensor)
         with saved.block_hooks():
@@ -317,8 +328,10 @@ class _Counter:
 
 
 def _entering(leaves: Sequence[Tensor], anchor: Tensor, meter: WorkMeter) -> tuple[Tensor, ...]:
-    """Return inputs that have a gradient node with two parents, as in a stage, instead of leaves, so that a block may
-    change them in place."""
+    """Return inputs that a block may change in place.
+
+    As in a stage they are not leaves, but results of a graph node with two parents.
+    """
     made = tuple(leaf + anchor.to(leaf.dtype) if leaf.requires_grad else leaf for leaf in leaves)
     meter.register_storages(made)
     return made
@@ -336,8 +349,9 @@ def _fake(tensor: Any) -> Any:
 
 
 def _tables(block: nn.Module) -> dict[int, Any]:
-    """Return tensor id → fake CPU tensor, for tensors in the block's attributes that are neither parameters nor
-    buffers."""
+    """Return {tensor id: fake CPU tensor} for tensors in the block's
+    attributes that are neither parameters nor buffers.
+    """
     found = [t for t in plain_tensors(block).values() if not isinstance(t, nn.Parameter)]
     return {id(t): torch.empty_like(t, device="cpu") for t in found}
 

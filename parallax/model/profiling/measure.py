@@ -1,9 +1,9 @@
 """Measure the cost of each block on the real device: seconds, saved bytes by storage, working memory.
 
-Blocks that look the same (structure, parameter shapes, inputs) are measured together, at several numbers of rows, the
-smallest of which is one. Each is timed twice, some time apart. The backward is measured whole and split
-(:mod:`parallax.model.split_backward`), for schedules with separate W passes. Results are cached by model, device and
-library versions, so only the first run of a model pays.
+Blocks with equal structure, parameter shapes and inputs are measured once. Each is measured at several numbers of rows,
+the smallest of which is one, and is timed twice, some time apart. The backward is measured whole and split
+(:mod:`parallax.model.split_backward`), for schedules with separate weight-gradient (W) passes. Results are cached by
+model, device and library versions, so only the first run of a model takes this time.
 """
 
 from __future__ import annotations
@@ -102,14 +102,16 @@ def measure(
     gathered: int = 0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> ModelProfile:
-    """Return the profile of ``chain``. ``sample(n)`` returns inputs and targets of n rows; ``rows`` lists candidates
-    for n. The three smallest are measured, and larger ones while the blocks are cheap or take hardly longer than for
-    fewer rows. Costs are interpolated between these, and extrapolated linearly.
+    """Return the profile of ``chain``.
 
-    The loss is measured with the last block, or, if it is computed over the whole batch, separately on ``gathered``
-    rows, because its cost may be non-linear (that of all pairs grows quadratically). ``offloader``: how a run would
-    offload; None: it does not. A cached profile from a busy machine is measured again. Raises :class:`DescribeError` if
-    blocks do not fit together.
+    ``sample(n)`` returns inputs and targets of n rows, and ``rows`` lists candidates for n. The three smallest are
+    measured, and larger ones while the blocks are cheap or take hardly longer than for fewer rows. Costs are
+    interpolated between these, and extrapolated linearly.
+
+    The loss is measured with the last block or, if it is computed over the whole batch, separately on ``gathered``
+    rows, because its cost may be non-linear (that of all pairs grows quadratically). ``offloader`` offloads as in a
+    run; None: the run does not offload. A cached profile from a busy machine is measured again. Raises
+    :class:`DescribeError` if blocks do not fit together.
     """
     how: dict[str, Any] = {"precision": precision, "offloader": offloader}
     how |= {"minimum_bytes": minimum_bytes, "gathered": gathered}
@@ -142,7 +144,7 @@ class _TooLarge(DescribeError):
 
 @contextlib.contextmanager
 def _fitting(what: str, rows: int, way_out: str) -> Iterator[None]:
-    """A context that replaces an out-of-memory error of the device by an error of one line."""
+    """A context that replaces an out-of-memory error of the device by an error with a message of one line."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -191,9 +193,11 @@ def _profile_of(
 
 
 def _freeing_slowdown(device: torch.device, blocks: Sequence[_Measured]) -> float:
-    """Return the ratio by which forward and backward slow down if freed memory is returned to the system at once, so
-    that each large tensor needs fresh pages. It is computed from the bytes of such tensors, because this process keeps
-    freed memory and so cannot measure it."""
+    """Return the factor by which forward and backward slow down if freed memory is returned to the system at once.
+
+    Each large tensor then needs fresh pages. The factor is computed from the bytes of such tensors, because this
+    process keeps freed memory and so cannot measure it.
+    """
     if device.type != "cpu":
         return 1.0
     seconds = sum(block.forward_seconds + block.backward_seconds for block in blocks)
@@ -202,7 +206,7 @@ def _freeing_slowdown(device: torch.device, blocks: Sequence[_Measured]) -> floa
 
 
 class _Bench:
-    """Measures the blocks in order, each distinct one once."""
+    """Measures the blocks of a chain in order. Blocks of equal cost are measured once."""
 
     def __init__(
         self,
@@ -223,7 +227,7 @@ class _Bench:
         self._with_loss = with_loss
 
     def run(self, rows: int, inputs: tuple[Tensor, ...], targets: Any) -> list[_Measured]:
-        """Measure every block with ``rows`` rows; the outputs of each are the inputs of the next."""
+        """Measure every block with ``rows`` rows. The outputs of each block are the inputs of the next one."""
 
         def find(index: int, entering: tuple[Tensor, ...], last: bool) -> _Measured:
             name, count = self._chain.blocks[index].name, len(self._chain.blocks)
@@ -239,8 +243,11 @@ class _Bench:
         return block_by_block(self._chain, with_own_storage(to_device(inputs, self._device)), find)
 
     def rounds(self, sample: Sample, rows: Sequence[int]) -> list[list[_Measured]]:
-        """Measure every block at each of ``rows`` that :func:`measure` selects. Each is timed twice, from few rows to
-        many and back, and the shorter times count, because a temporary disturbance only adds time."""
+        """Measure every block at each number in ``rows`` that :func:`measure` selects.
+
+        Each is timed twice, from few rows to many and back, and the shorter times count, because a temporary
+        disturbance only adds time.
+        """
         found: list[list[_Measured]] = []
         for n in rows:
             if len(found) >= _ALWAYS:
@@ -271,8 +278,11 @@ class _Bench:
         *,
         offload: bool,
     ) -> list[_Measured]:
-        """Return ``known`` with the shorter times of a second timing, the seconds of the part of a forward that
-        recomputation skips and, with ``offload``, the slowdown of offloading."""
+        """Return the measurements ``known`` with the shorter times of a second timing.
+
+        This also adds the seconds of the part of a forward that recomputation skips and, with ``offload``, the slowdown
+        of offloading.
+        """
 
         def find(index: int, entering: tuple[Tensor, ...], last: bool) -> _Measured:
             name, count = self._chain.blocks[index].name, len(self._chain.blocks)
@@ -299,7 +309,7 @@ class _Bench:
     def _passes(
         self, index: int, inputs: tuple[Tensor, ...], targets: Any
     ) -> tuple[nn.Module, BlockPasses]:
-        """Return a block with gradients to accumulate into, and its timed passes."""
+        """Return a block, with gradients to accumulate into, and the passes of it that are timed."""
         (block,) = materialise(self._chain, index, index + 1, self._device)
         leaves = tuple(
             tensor.detach().requires_grad_(index > 0 and can_require_grad(tensor))
@@ -404,7 +414,7 @@ class _Bench:
         )
 
     def _offload_seconds(self, block: nn.Module, moved: int, passes: BlockPasses) -> float:
-        """Return the slowdown of offloading a block; 0 if the tier cannot hold it."""
+        """Return the seconds that offloading adds to a block; 0 if the offload tier cannot hold the activations."""
         try:
             if moved and self._offloader is not None:
                 with self._offloader.of(block, moved, self._device) as offloads:
@@ -420,7 +430,7 @@ class _Bench:
         return 0.0
 
     def _splits(self, passes: BlockPasses) -> bool:
-        """Return whether the block defers any weight gradient."""
+        """Return whether the block defers any weight gradient in a split backward."""
         results, store = passes.enter_and_split(None)
         passes.backward(results)
         defers = bool(store.pending_parameters())
@@ -445,15 +455,17 @@ class _Bench:
             return outputs if targets is None else self.add_loss(outputs, targets)
 
     def add_loss(self, outputs: tuple[Tensor, ...], targets: Any) -> tuple[Tensor, ...]:
-        """Return the loss of the chain's outputs."""
+        """Return the loss of the last block's outputs."""
         with self._precision.autocast(self._device.type):
             return (call_loss(self._loss, self._chain.results(outputs), targets, alone=True),)
 
     def _saved(
         self, block: nn.Module, entering: tuple[Tensor, ...], targets: Any
     ) -> tuple[int, int, int, int]:
-        """Return the bytes saved for backward: offloadable bytes, resident bytes, bytes saved by the loss, and all
-        bytes that the forward adds."""
+        """Return the bytes saved for backward, in four numbers.
+
+        They are offloadable bytes, resident bytes, bytes saved by the loss, and all bytes that the forward adds.
+        """
         saved = SavedBytes([*block.parameters(), *block.buffers()], self._minimum)
         with saved.block_hooks():
             results = self.forward(block, entering, None)
@@ -463,8 +475,11 @@ class _Bench:
         return saved.byte_totals(entering, results)
 
     def _skipped_seconds(self, passes: BlockPasses) -> float:
-        """Return the seconds of the part of a forward, with its loss, that recomputation skips: torch stops recomputing
-        when the last saved tensor exists. It is the minimum of several runs, because the prediction subtracts it."""
+        """Return the seconds of the part of a forward, with its loss, that recomputation skips.
+
+        Torch stops recomputing when the last saved tensor exists. The result is the minimum of several runs, because
+        the prediction subtracts it.
+        """
         found = []
         for _ in range(1 + _REPEATS[0]):
             self._clock.evict_caches()
@@ -472,9 +487,11 @@ class _Bench:
         return min(found[1:])
 
     def _time(self, *passes: Callable[[Any], Any]) -> list[float]:
-        """Return the typical seconds of each pass; each pass gets the result of the previous one. On a clock of
-        processor time this is the median; on a clock of wall time it is the lower quartile, because disturbances only
-        add time. The first run is a warm-up."""
+        """Return the typical seconds of each pass. Each pass gets the result of the previous one as argument.
+
+        With CPU time this is the median, with wall time the lower quartile, because disturbances only add time. The
+        first run is a warm-up.
+        """
         with self.noise.timed_part():
             return self._typical_seconds(passes)
 

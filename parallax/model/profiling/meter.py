@@ -18,8 +18,11 @@ from parallax.model.saved import address
 
 @dataclass(frozen=True)
 class PassWork:
-    """The operators of one pass: operations of matrix products, attention's share of them, elements that the other
-    matrix products read and write, bytes moved by other operators, and the number of kernels."""
+    """The work of the operators of one pass.
+
+    It consists of operations of matrix products, the part of them in attention, elements that the other matrix products
+    read and write, bytes moved by other operators, and the number of kernels.
+    """
 
     flops: float = 0.0
     bytes: float = 0.0
@@ -28,7 +31,7 @@ class PassWork:
     operands: float = 0.0
 
     def minus(self, other: PassWork) -> PassWork:
-        """Return the difference, at least 0."""
+        """Return the difference of two passes' work, at least 0."""
         return PassWork(*(max(0.0, mine - theirs) for mine, theirs in zip(self.parts, other.parts)))
 
     @property
@@ -37,7 +40,7 @@ class PassWork:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> float:
-    """Return the operations of the scores and of their product with the values; a causal kernel skips half of them."""
+    """Return the operations of the scores and of the scores times the values. A causal kernel skips half of them."""
     # Dropout, is_causal.
     _, is_causal = rest if len(rest) == 2 else (0.0, named.get("is_causal", False))
     # Torch's formula, which rejects grouped-query attention before 2.13.
@@ -49,7 +52,9 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: A
 def _attention_backward(
     _: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any
 ) -> float:
-    """Return the operations of four gradient products and recomputed scores (Dao 2023, section 4.1)."""
+    """Return the operations of attention's backward: four gradient
+    products and recomputed scores (Dao 2023, section 4.1).
+    """
     return 2.5 * _attention(query, key, value, *rest[2:], **named)  # skips output and log-sum-exp
 
 
@@ -71,8 +76,10 @@ _RECOMPUTED = (
 
 
 class FlopMeter(OperatorMode):
-    """Counts in ``flops`` the operations of matrix products and convolutions that a model needs. The scores that a
-    fused attention computes again in its backward do not count."""
+    """Counts in ``flops`` the operations of matrix products and convolutions that a model needs.
+
+    The scores that a fused attention computes again in its backward do not count.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,8 +96,9 @@ class FlopMeter(OperatorMode):
 
 
 def _needed_by_attention(func: Any, args: Any, kwargs: Any) -> float:
-    """Return the operations that the model needs of a fused attention kernel, or of its backward; 0 for other
-    operators."""
+    """Return the operations of a fused attention kernel, or of its
+    backward, that the model needs; 0 for other operators.
+    """
     given = dict(zip((each.name for each in func._schema.arguments), args)) | kwargs
     operands = [given.get(name) for name in ("query", "key", "value")]
     if not all(isinstance(each, Tensor) and each.ndim == 4 for each in operands):
@@ -110,15 +118,14 @@ class WorkMeter(OperatorMode):
 
     @contextmanager
     def watch(self) -> Iterator[Callable[[], tuple[PassWork, int]]]:
-        """Yield a function that returns the :class:`PassWork` inside the context, and the peak bytes above those at its
-        start."""
+        """Yield a function that returns the work done inside the context, and the peak of additional bytes."""
         self._base = self._peak = self._level
         self._found = PassWork()
         with self:
             yield lambda: (self._found, self._peak - self._base)
 
     def register_storages(self, tensors: Sequence[Tensor]) -> None:
-        """Register storages that exist already."""
+        """Register storages that already exist."""
         for tensor in tensors:
             self._remember(tensor.untyped_storage())
 
@@ -144,7 +151,7 @@ class WorkMeter(OperatorMode):
         )
 
     def _remember(self, storage: UntypedStorage) -> bool:
-        """Return whether the storage is new; it counts until it is freed."""
+        """Return whether the storage is new. A new storage counts until it is freed."""
         key, size = address(storage), storage.nbytes()
         if key in self._known:
             return False
@@ -160,5 +167,5 @@ class WorkMeter(OperatorMode):
 
 
 def _traffic_bytes(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes read and written; an in-place tensor appears twice."""
+    """Return the bytes read and written. A tensor that is changed in place must appear twice in ``tensors``."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Measure how much offloading its saved tensors slows a block, by alternating runs with and without it."""
+"""Measure how much offloading its saved tensors slows down a block, by alternating runs with and without offloading."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Saving = contextlib.AbstractContextManager[object]
 
 
 class Offloads(Protocol):
-    """Offloads and prefetches the saved activations of one block."""
+    """The interface that offloads and prefetches the saved activations of one block."""
 
     def saving(self) -> Saving:
-        """Return the context for a forward."""
+        """Return the saved-tensor hooks for a forward."""
 
     def bring_back(self) -> None:
         """Wait until all activations are offloaded, then start prefetching them for the backward."""
@@ -34,16 +34,16 @@ class Offloads(Protocol):
 
 
 class Offloader(Protocol):
-    """Makes :class:`Offloads` that work as in a run."""
+    """The interface that creates :class:`Offloads` for a block, which work as in a run."""
 
     @property
     def tier(self) -> str:
-        """The tier's name."""
+        """The name of the offload tier."""
 
     def of(
         self, block: nn.Module, moved: int, device: torch.device
     ) -> contextlib.AbstractContextManager[Offloads]:
-        """Return the offload context for the activations of ``block``, which saves ``moved`` bytes."""
+        """A context with the :class:`Offloads` of ``block``. ``moved`` is the bytes of its saved activations."""
 
 
 def slowdown_seconds(
@@ -53,8 +53,10 @@ def slowdown_seconds(
     clock: Clock,
     seconds: float,
 ) -> float:
-    """Return the seconds by which offloading slows ``forward`` and ``backward``, without waits for transfers: the
-    median of alternating runs with and without it, for about ``seconds``."""
+    """Return the seconds by which offloading slows down ``forward`` and ``backward``, without waits for transfers.
+
+    It is the median over alternating runs with and without offloading, for about ``seconds``.
+    """
 
     def plain() -> float:
         clock.evict_caches()

@@ -1,4 +1,4 @@
-"""The most operations of matrix products per second of a device: from its data sheet, or measured."""
+"""Find the peak operations per second of matrix products of a device, from its data sheet or by measurement."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SLOWER = {"pcie", "nvl", "max", "laptop", "ti"}  # variants whose peak differs 
 
 
 def known_kind(name: str) -> DeviceKind | None:
-    """Return the catalog's kind of the device called ``name``; None if the catalog has none with its peak."""
+    """Return the catalog's kind of the device called ``name``; None if the catalog has no peak for it."""
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
     joined = "".join(re.findall(r"[a-z0-9]+", name.lower()))
     if words & _SLOWER and "a100" not in words:  # an A100 computes as fast in both forms
@@ -31,8 +31,10 @@ def known_kind(name: str) -> DeviceKind | None:
 
 
 def peak_flops(device: torch.device, name: str, compute: str) -> tuple[float, str]:
-    """Return the operations per second of matrix products in the number format ``compute``, and where the figure is
-    from: the data sheet of the device called ``name``, or the fastest of some products measured now."""
+    """Return the peak operations per second of matrix products in ``compute``, and the source of the figure.
+
+    The source is the data sheet of the device called ``name``, or a measurement: the fastest of some products.
+    """
     if device.type != "cpu" and (kind := known_kind(name)) is not None:
         return kind.peak(compute), f"the data sheet of {kind.name.split('-')[0]} in {compute}"
     flops = max(

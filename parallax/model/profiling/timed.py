@@ -1,4 +1,4 @@
-"""The timed operations: passes of one block, and an optimizer step."""
+"""The operations that the profiler times: passes of one block, and an optimizer step."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ _OPTIMIZED = 32  # tensors of the optimizer step, together larger than caches
 
 
 class Bench(Protocol):
-    """Runs a block in its number format, and the loss after the last one."""
+    """The interface that runs a block in its number format, and the loss after the last block."""
 
     def forward(self, block: nn.Module, entering: Tensors, targets: Any) -> Tensors:
         """Return the block's outputs, or their loss if ``targets`` are given."""
 
     def add_loss(self, outputs: Tensors, targets: Any) -> Tensors:
-        """Return the loss of the chain's outputs."""
+        """Return the loss of the last block's outputs."""
 
 
 class BlockPasses:
-    """The passes of one block: its forward, and its backward whole, split, and with its saved tensors offloaded. As in
-    a stage, inputs are not leaves, but results of a graph node with two parents."""
+    """The passes of one block: a forward, and a backward that is whole, split, or with offloaded saved tensors.
+
+    As in a stage, inputs are not leaves, but results of a graph node with two parents.
+    """
 
     def __init__(
         self,
@@ -56,7 +58,7 @@ class BlockPasses:
         return self._bench.forward(self._block, entering, self._targets)
 
     def backward(self, results: Tensors) -> None:
-        """Run the backward of :meth:`forward`'s results into inputs and parameters."""
+        """Run the backward of ``results``, which :meth:`forward` returned, into inputs and parameters."""
         roots = [tensor for tensor in results if tensor.requires_grad]
         if roots:
             ones = [torch.ones_like(root) for root in roots]
@@ -65,7 +67,7 @@ class BlockPasses:
             leaf.grad = None
 
     def offloaded(self, saving: Saving) -> Tensors:
-        """Run a forward whose saved tensors go through ``saving``, except those of the loss."""
+        """Run a forward under the hooks ``saving``, which offload saved tensors. The loss runs without the hooks."""
         entering = self.enter()
         with saving:
             results = self._bench.forward(self._block, entering, None)
@@ -74,7 +76,7 @@ class BlockPasses:
         return self._bench.add_loss(results, self._targets)
 
     def after_the_last_saved(self, clock: Clock) -> float:
-        """Return the seconds of a forward from the block's last saved tensor to the end."""
+        """Return the seconds of the part of a forward after the block's last saved tensor."""
         marks = [clock.mark()]
 
         def pack(tensor: Tensor) -> Tensor:
@@ -95,7 +97,7 @@ class BlockPasses:
             return self._bench.forward(self._block, entering, self._targets), store
 
     def enter_and_split(self, _: object) -> tuple[Tensors, WeightGradStore]:
-        """Run :meth:`split` on new inputs."""
+        """Create new inputs and run :meth:`split` on them."""
         return self.split(self.enter())
 
     def input_gradient_pass(self, found: tuple[Tensors, WeightGradStore]) -> WeightGradStore:
@@ -108,8 +110,10 @@ class BlockPasses:
 
 
 def optimizer_seconds(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the seconds per parameter byte of an optimizer step, independent of rows: clearing gradients, their norm,
-    clipping, and fused AdamW."""
+    """Return the seconds of an optimizer step per byte of parameters.
+
+    The step clears gradients, computes their norm, clips them, and runs fused AdamW. It does not depend on the rows.
+    """
     parameters = [
         nn.Parameter(torch.zeros(2**18, device=device, dtype=dtype)) for _ in range(_OPTIMIZED)
     ]

@@ -1,8 +1,8 @@
-"""The assumptions of a recorded forward, checked with every batch.
+"""Check the assumptions of a recorded forward with every batch.
 
 A forward may branch in Python on integers of the sample (does each row have its image tokens?) or on a property of
-floats (is any of them NaN?). The trace holds only the branch that was taken, and also the query and its answer. A batch
-with another answer stops the run with a message of one line.
+floats (is any of them NaN?). The trace holds only the branch that was taken, with the query and its answer. If a batch
+gives another answer, the run stops with a message of one line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ def expect_answer(
     answer: Any,
     where: str,
 ) -> None:
-    """Raise :class:`DiffersFromSample` unless ``function`` returns ``answer``. Skipped for tensors without values."""
+    """Raise :class:`DiffersFromSample` unless ``function`` returns ``answer``.
+
+    Tensors without values are not checked.
+    """
     if any(map(is_fake, tensors_in((args, kwargs)))):
         return
     found = function(*args, **kwargs)
@@ -42,7 +45,7 @@ def expect_answer(
 
 
 def expect_sizes(tensor: Tensor, sizes: tuple[int, ...], where: str) -> None:
-    """Raise :class:`DiffersFromSample` unless ``tensor``, whose shape depends on values, has the recorded shape."""
+    """Raise :class:`DiffersFromSample` unless ``tensor``, whose shape depends on values, has the recorded ``sizes``."""
     if tuple(tensor.shape) != tuple(sizes):
         raise DiffersFromSample(
             f"a tensor whose shape depends on values is {tuple(tensor.shape)} with this batch and was {tuple(sizes)} "

@@ -1,7 +1,7 @@
 """Run a meta-device model on fake tensors, which temporarily replace its own.
 
-A fake tensor has shape, type and device but no values; torch computes those of every result. Small constants keep their
-values. State that a forward leaves in the model (attributes, function caches) is restored.
+A fake tensor has shape, dtype and device but no values. torch computes shape, dtype and device of every result. Small
+constants keep their values. State that a forward leaves in the model (attributes, function caches) is restored.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _PLAIN = bool, int, float, complex, str, bytes, type(None)
 
 @dataclass
 class FakeModel:
-    """``model`` with fake tensors in place of its own.
+    """``model`` with fake tensors in place of its own tensors.
 
-    ``names``: id of a fake tensor → its name in the model. ``shared``: ids of tensors with several names. ``bare``: id
-    of a fake tensor → the model's tensor that it replaces. ``value_of``: returns the value that the model's
-    constructor gave to one of the replaced tensors.
+    ``names`` maps the id of a fake tensor to its name in the model. ``shared`` are ids of tensors with several names.
+    ``bare`` maps the id of a fake tensor to the model's tensor that it replaces. ``value_of`` returns the value that
+    the model's constructor gave to one of the replaced tensors.
     """
 
     model: nn.Module
@@ -59,7 +59,7 @@ class FakeModel:
     shared: set[int] = field(default_factory=set)
 
     def value(self, tensor: Tensor) -> Tensor:
-        """Return the value from the constructor of the buffer or attribute that the fake ``tensor`` replaces."""
+        """Return the initial value of the buffer or attribute that the fake ``tensor`` replaces."""
         return self.value_of(self.bare[id(tensor)]).to(tensor.dtype)
 
     def fake(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -73,7 +73,9 @@ def with_fake_tensors(
     model: nn.Module, dtype: torch.dtype, value_of: Callable[[Tensor], Tensor]
 ) -> Iterator[FakeModel]:
     """A context in which ``model``, on the meta device, holds fake tensors; floating-point ones have ``dtype``.
-    ``value_of``: returns the value from the constructor of one of the model's tensors."""
+
+    ``value_of`` returns the initial value of one of the model's tensors.
+    """
     # Only the sizes of nested tensors are symbols.
     sizes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes)
@@ -111,19 +113,21 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def is_transforming() -> bool:
-    """Return whether a torch.func transform is active, whose tensors cannot be traced."""
+    """Return whether a torch.func transform is active. Tensors inside it cannot be traced."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_attention_of_nested(function: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether the call is attention on nested tensors, which reads their lengths."""
+    """Return whether the call is attention on nested tensors, which reads their row lengths."""
     attends = getattr(function, "__name__", "") == F.scaled_dot_product_attention.__name__
     return attends and any(tensor.is_nested for tensor in tensors_in((args, kwargs)))
 
 
 def fake_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Tensor:
-    """Return a fake attention result: the query's size and, if value and query have the same rows, the value's
-    features."""
+    """Return a fake attention result of the query's size.
+
+    If value and query have the same rows, it has the number of features of the value.
+    """
     del key, rest, named
     found = value if bool(value.shape[-2] == query.shape[-2]) else query
     return found.clone()
@@ -136,8 +140,10 @@ def run_on_real_values(
     kwargs: Any,
     value_of: Callable[[Tensor], Tensor | None],
 ) -> Any:
-    """Return the results of a ``module`` that branches on values, as fake tensors. The module runs on the values that
-    ``value_of`` knows, and on small random numbers for all other tensors."""
+    """Return the results of a ``module`` that branches on values, as fake tensors.
+
+    The module runs on the values that ``value_of`` knows, and on small random numbers for all other tensors.
+    """
     memo: dict[int, Any] = {}
     real = _with_values(fakes, value_of, memo)
 
@@ -175,7 +181,7 @@ def run_on_real_values(
 def _with_values(
     fakes: FakeModel, value_of: Callable[[Tensor], Tensor | None], memo: dict[int, Any]
 ) -> Callable[[Any], Any]:
-    """Return a function that maps a fake tensor to a real one, the same each time, cached in ``memo``."""
+    """Return a function that maps a fake tensor to a real one, always the same one, cached in ``memo``."""
 
     def real(part: Any) -> Any:
         if not isinstance(part, Tensor):
@@ -200,7 +206,7 @@ def _with_values(
 
 
 def renested(like: Any, values: Tensor, offsets: Tensor) -> Tensor:
-    """Return a nested tensor of ``values`` with the row lengths of ``like``."""
+    """Return a nested tensor of ``values`` with the layout of ``like`` and the row boundaries ``offsets``."""
     found: Tensor = torch.nested.nested_tensor_from_jagged(
         values,
         offsets,
@@ -212,15 +218,14 @@ def renested(like: Any, values: Tensor, offsets: Tensor) -> Tensor:
 
 
 class KeepsState(Exception):
-    """Raised if a module reads attribute ``name`` of its submodule ``path``, which holds a tensor of an earlier
-    forward."""
+    """Raised if a module reads a tensor of an earlier forward: attribute ``name`` of its submodule ``path``."""
 
     def __init__(self, path: str, name: str) -> None:
         super().__init__(f"{path}{'.' if path else ''}{name}")
 
 
 def _is_repeatable(module: nn.Module, args: Any, kwargs: Any, first: Any) -> bool:
-    """Return whether a second forward returns the same results as the ``first`` one."""
+    """Return whether a second forward gives the same results as the ``first`` one."""
     with torch.random.fork_rng(devices=[]):
         second = module(*args, **kwargs)
     pairs = zip(tensors_in(first), tensors_in(second), strict=True)
@@ -228,7 +233,7 @@ def _is_repeatable(module: nn.Module, args: Any, kwargs: Any, first: Any) -> boo
 
 
 class AttributeChange:
-    """Records the attributes of modules, to find and undo what forwards change."""
+    """Records the attributes of modules, to find and undo changes by a forward."""
 
     def __init__(self, model: nn.Module) -> None:
         self._before = {
@@ -238,7 +243,7 @@ class AttributeChange:
         self._buffers = {path: dict(module._buffers) for path, module in model.named_modules()}
 
     def changed(self) -> dict[tuple[str, str], Any]:
-        """Return (path, name) → current value of the attributes that were changed."""
+        """Return {(path, name): current value} of the attributes that have changed."""
         return {
             (path, name): value
             for path, (module, before, _) in self._before.items()
@@ -247,7 +252,7 @@ class AttributeChange:
         }
 
     def replaced(self) -> dict[str, str]:
-        """Return module path → buffer name, for the modules that have a replaced buffer."""
+        """Return {module path: buffer name} for the modules with a buffer that was replaced."""
         return {
             path: name
             for path, (module, _, _) in self._before.items()
@@ -269,7 +274,7 @@ class AttributeChange:
 
 
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Return each attribute of ``module`` that is not torch's own, with a copy of its container content."""
+    """Return {name: (value, copy of its content if it is a container)} for the attributes that are not torch's own."""
     return {
         name: (value, copy.copy(value) if isinstance(value, _CONTAINERS) else None)
         for name, value in vars(module).items()
@@ -286,7 +291,7 @@ def _same(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
 
 
 def _content(container: Any) -> Any:
-    """Return a container's content for comparison: plain values as they are, others by id."""
+    """Return a container's content for comparison: plain values unchanged, and others by id."""
 
     def key(value: Any) -> Any:
         return value if isinstance(value, _PLAIN) else id(value)
@@ -311,7 +316,7 @@ def _refill(container: Any, content: Any) -> None:
 
 
 def is_plain_state(value: Any) -> bool:
-    """Return whether an attribute holds numbers and no tensors: a counter, not a cache."""
+    """Return whether an attribute holds numbers and no tensors, so that it is a counter rather than a cache."""
     found: list[Any] = []
     transform(value, lambda part: found.append(part))
     return bool(found) and all(isinstance(part, _PLAIN) for part in found)
@@ -319,8 +324,10 @@ def is_plain_state(value: Any) -> bool:
 
 @contextlib.contextmanager
 def restored_process_state() -> Iterator[None]:
-    """A context that restores random states, and clears function caches that were filled inside: they may hold fake
-    tensors."""
+    """A context that restores random states on exit, and clears function caches that were filled inside.
+
+    These caches may hold fake tensors.
+    """
     caches = [(cache, cache.cache_info().misses) for cache in _function_caches()]
     known = {id(cache) for cache, _ in caches}
     state = random.getstate()

@@ -1,4 +1,4 @@
-"""The data flow of a recorded forward: which tensors depend on inputs, and which are written."""
+"""Track the data flow of a forward while it is recorded: which tensors depend on inputs, and which are written."""
 
 from __future__ import annotations
 
@@ -27,17 +27,20 @@ CONSTANTS = (
 
 
 class RepeatedModules:
-    """Runs only the first of several equal modules and reuses its results. Equal modules return tensors of equal shapes
-    for equal inputs, so the others return copies of the first one's results. It does not apply if a result is an input
-    or a view."""
+    """Runs only the first of several equal modules, and returns copies of its results for the others.
+
+    Equal modules return tensors of equal shapes for equal inputs. If a result is an input or a view, all modules run.
+    """
 
     def __init__(self, flow: DataFlow) -> None:
         self._flow = flow
         self._given: dict[Any, Any] = {}
 
     def run(self, module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls ``module`` only for the first module and arguments of their kind, and else
-        returns copies."""
+        """Return a function that calls ``module``, or returns copies of earlier results.
+
+        Results are copied if an equal module was called with equal arguments before.
+        """
 
         def once(*args: Any, **kwargs: Any) -> Any:
             key = self._key(module, args, kwargs)
@@ -79,8 +82,10 @@ class RepeatedModules:
 
 
 class DataFlow(OperatorMode):
-    """Tracks for every storage whether its content depends on the values of inputs. ``stale``: tensors that an earlier
-    run left behind; ``read_stale``: whether one of them was used."""
+    """Tracks for every storage whether its content depends on the values of inputs.
+
+    ``stale``: tensors that an earlier run left behind. ``read_stale``: whether one of them was used.
+    """
 
     def __init__(self, stale: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -101,7 +106,7 @@ class DataFlow(OperatorMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Mark an operator's results as dependent if an operand is."""
+        """Run an operator, and mark its results as dependent on inputs if an operand is."""
         del types
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
@@ -150,12 +155,12 @@ def _filled(cell: Any) -> bool:
 
 
 def state(tensor: Tensor) -> tuple[int, int]:
-    """Return a value that changes when ``tensor`` is written or its storage replaced."""
+    """Return a value that changes when ``tensor`` is written or its storage is replaced."""
     return tensor._version, storage_of(tensor)
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return an id that tensors with shared memory have in common."""
+    """Return an id that is equal for tensors with shared memory."""
     if tensor.layout is torch.jagged:
         tensor = tensor._values  # type: ignore[assignment]
     if tensor.layout is not torch.strided:

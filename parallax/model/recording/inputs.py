@@ -1,4 +1,4 @@
-"""A model's inputs as shapes and types, for any number of rows and for other variable sizes."""
+"""Describe a model's inputs by shapes and dtypes, for any number of rows and for other variable sizes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ Sample = Callable[[int], Any]
 
 @dataclass(frozen=True)
 class SampleShapes:
-    """The structure of a sample, and type, shape and row dimension (None: no rows) of each of its tensors."""
+    """The structure of a sample, and the dtype, shape and row dimension of each of its tensors.
+
+    The row dimension is None for a tensor without rows.
+    """
 
     nest: Any
     shapes: tuple[tuple[torch.dtype, tuple[int, ...], int | None], ...]
 
     def cast(self, dtype: torch.dtype) -> SampleShapes:
-        """Return the same with floating-point tensors in ``dtype``."""
+        """Return the same shapes with ``dtype`` for floating-point tensors."""
         return SampleShapes(
             self.nest,
             tuple((in_dtype(kind, dtype), shape, d) for kind, shape, d in self.shapes),
@@ -44,8 +47,10 @@ class SampleShapes:
         return tuple(sorted(found, reverse=True))
 
     def limits(self, fixed: Collection[int]) -> tuple[tuple[int | None, ...], ...]:
-        """Return the required sizes of each tensor, dimension by dimension; None for the number of rows and for sizes
-        that are not ``fixed``."""
+        """Return the required sizes of each tensor, dimension by dimension.
+
+        None stands for the number of rows and for sizes that are not ``fixed``.
+        """
         return tuple(
             tuple(
                 size if d != rows and (size < 4 or size in fixed) else None
@@ -55,8 +60,10 @@ class SampleShapes:
         )
 
     def make(self, fake: Any, rows: int, change: Mapping[int, int] | None = None) -> Any:
-        """Return the sample's structure with ``rows`` rows and tensors made by ``fake(shape, dtype)``; ``change`` maps
-        sizes to other sizes."""
+        """Return the sample's structure with ``rows`` rows and tensors made by ``fake(shape, dtype)``.
+
+        ``change`` maps sizes to other sizes.
+        """
         change = change or {}
         order = iter(self.shapes)
 
@@ -78,15 +85,17 @@ class SampleShapes:
 
 
 class SampleValues:
-    """The values of a sample's tensors for any number of rows; a smaller sample is repeated."""
+    """The values of a sample's tensors for any number of rows. A smaller sample is repeated."""
 
     def __init__(self, sample: Sample, shapes: SampleShapes, rows: int) -> None:
         self._sample, self._shapes, self._rows = sample, shapes, rows
 
     def named(self, rows: int, change: Mapping[int, int] | None = None) -> Mapping[str, Tensor]:
-        """Return inputs of ``rows`` rows by name, with the sizes in ``change`` replaced by smaller ones. Another number
-        of rows begins at another row of the sample, so that a coincidence in some rows is not mistaken for a
-        property of all."""
+        """Return inputs of ``rows`` rows by name, with the sizes in ``change`` replaced by smaller ones.
+
+        For another number of rows, the inputs begin at another row of the sample, so that a coincidence in some rows is
+        not mistaken for a property of all.
+        """
         order = iter(self._given)
 
         def slice_of(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -112,13 +121,15 @@ class SampleValues:
 
 
 def input_name(path: tuple[Any, ...]) -> str:
-    """Return the name of an input from its path in positional and named arguments."""
+    """Return the name of an input, given its path in positional and named arguments."""
     return ".".join(map(str, path[1:]))
 
 
 def sample_shapes(sample: Sample) -> SampleShapes:
-    """Return the shapes of ``sample``. The row dimension is found by comparing one row with two; it is dimension 0 if
-    the sample always has one row."""
+    """Return the shapes of ``sample``.
+
+    The row dimension is found by comparing one row with two. It is dimension 0 if the sample always has one row.
+    """
     few, many = sample(1), sample(2)
     check_padded("a sample's inputs", many)
     one, two = _tensors(few), _tensors(many)
@@ -150,7 +161,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def call_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and named arguments of the model for a sample's value."""
+    """Return the positional and named arguments with which the model is called for a sample's value."""
     if isinstance(value, Mapping):
         return (), dict(value)
     if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
@@ -159,7 +170,7 @@ def call_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def input_names(model: nn.Module, value: Any) -> tuple[str, ...]:
-    """Return the forward's argument names for a sample's value; empty for nests."""
+    """Return the names of the forward's arguments for a sample's value; empty for nested inputs."""
     args, kwargs = call_arguments(value)
     if not all(isinstance(part, Tensor) for part in [*args, *kwargs.values()]):
         return ()

@@ -1,9 +1,9 @@
-"""The program of a forward: the common part of several traces.
+"""Merge several traces of a forward into one program, their common part.
 
 A forward is traced for several numbers of rows, several values of other variable sizes, and for training and
 evaluation. The common part of all traces is the program. A size that differs becomes a :class:`Number`, computed from
-the sizes of available tensors; a value that only evaluation changes (``training=self.training``) becomes a
-:class:`Switch`. If traces differ otherwise, the module in whose forward they do is not traceable.
+the sizes of available tensors. A value that differs only in evaluation (``training=self.training``) becomes a
+:class:`Switch`. If traces differ otherwise, the module whose forward causes the difference is not traceable.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SORTS = "sort", "argsort"
 
 @dataclass(frozen=True)
 class Number(Slot):
-    """A size that differs between runs; ``values`` holds its value in each run."""
+    """A size that differs between runs. ``values`` holds the size in each run."""
 
     values: tuple[Any, ...]
 
@@ -58,8 +58,11 @@ class Switch(Slot):
 
 @dataclass(eq=False)
 class ForwardStep:
-    """An instruction of the program. ``module``: the module that it calls; None if it calls a function. ``heavy``: it
-    calls a module with parameters or buffers, or is a product with a parameter; each block has such a step."""
+    """A call in the program.
+
+    ``module``: the module that is called; None if it is a function. ``heavy``: the step calls a module with parameters
+    or buffers, or is a product with a parameter. Each block has such a step.
+    """
 
     position: int
     target: Any
@@ -73,7 +76,7 @@ class ForwardStep:
 
     @property
     def uses(self) -> list[int]:
-        """The numbers of its operand tensors."""
+        """The numbers of the step's operand tensors."""
         return [p.index for p in parts((self.args, self.kwargs)) if isinstance(p, TensorSlot)]
 
     @property
@@ -90,7 +93,7 @@ class ForwardTensor:
     ``shapes``  its shape in every run
     ``rows``    the dimension that the micro-batch's rows are in; -1: the tensor has no rows; None: its values depend on
                 the rows in another way
-    ``maker``   position of the step that makes it; -1 for inputs, and for tensors that the block holds
+    ``maker``   position of the step that computes it; -1 for inputs, and for tensors that the block holds
     """
 
     index: int
@@ -102,15 +105,17 @@ class ForwardTensor:
 
     @property
     def held(self) -> bool:
-        """Whether every block that uses the tensor holds it: it is a parameter, a buffer or a constant."""
+        """Whether the tensor is a parameter, a buffer or a constant. Every block that uses such a tensor holds it."""
         return self.traced.origin in (Origin.MODEL, Origin.OUTSIDE)
 
 
 @dataclass
 class ForwardProgram:
     """The common program of all runs: steps in order, all tensors, and the return value with slots for tensors.
+
     ``evaluates``: evaluation runs the same program. ``packs``: see :class:`ForwardTrace`. ``other_mode``: modules that
-    are in evaluation mode during training, and vice versa."""
+    are in evaluation mode during training, and vice versa.
+    """
 
     steps: list[ForwardStep]
     tensors: list[ForwardTensor]
@@ -128,8 +133,11 @@ def merge_traces(
     rows: Sequence[int],
     evaluation: ForwardTrace | None,
 ) -> ForwardProgram:
-    """Return the program that all ``runs`` have in common; run i had ``rows[i]`` rows. The first run and ``evaluation``
-    have equal inputs. Raises :class:`NotTraceable` if the runs differ in more than sizes."""
+    """Return the program that all ``runs`` have in common. Run i had ``rows[i]`` rows.
+
+    The first run and ``evaluation`` have equal inputs. Raises :class:`NotTraceable` if the runs differ in more than
+    sizes.
+    """
     base = runs[0]
     others = [_Correspondence(base, run) for run in runs]
     evaluated = _Correspondence(base, evaluation) if evaluation is not None else None
@@ -174,7 +182,7 @@ class _Correspondence:
                 self.matches[i] = named[_identity(tensor)]
 
     def instruction(self, position: int) -> Instruction:
-        """Return the instruction that corresponds to the first run's at ``position``."""
+        """Return the instruction of the other run that corresponds to the first run's instruction at ``position``."""
         mine = self.base.instructions[position]
         if position >= len(self.trace.instructions):
             raise NotTraceable(mine.owner, f"it calls {mine.name} for some sizes or modes only")
@@ -187,7 +195,7 @@ class _Correspondence:
         return other
 
     def match_results(self, mine: Instruction, other: Instruction) -> None:
-        """Map the results of the first run's instruction to those of the other's."""
+        """Map the results of an instruction of the first run to the results of the other run's instruction."""
         if [path for path, _ in mine.results] != [path for path, _ in other.results]:
             raise NotTraceable(
                 mine.owner, f"the structure of {mine.name}'s result depends on sizes or the mode"
@@ -239,7 +247,7 @@ def _merge(
     late: Any,
     evaluated: _Correspondence | None,
 ) -> Any:
-    """Return the arguments common to all runs, with slots for values that differ."""
+    """Return the arguments that all runs have in common, with slots for values that differ."""
     columns = list(zip(*(parts(nest) for nest in nests), strict=True))
     lates: Iterator[Any] = iter(parts(late)) if evaluated is not None else iter(())
     merged = []
@@ -312,9 +320,11 @@ def _is_heavy(step: ForwardStep, trace: ForwardTrace) -> bool:
 
 
 def _mark_orders(steps: Sequence[ForwardStep], tensors: Sequence[ForwardTensor]) -> None:
-    """Mark permutations of the rows, as a sort along the rows returns. They have one number per row, but a part of them
-    is meaningless, because it refers to rows outside of the part. So they cannot cross a block boundary: a block that
-    reorders rows must also restore their order."""
+    """Mark permutations of the rows, such as the result of a sort along the rows.
+
+    A permutation has one number per row, but a part of it is meaningless, because it refers to rows outside of the
+    part. So it cannot cross a block boundary: a block that reorders rows must also restore their order.
+    """
     orders: set[int] = set()
     for step in steps:
         made = {i for path, i in step.results if step.name == "argsort" or path[-1:] == (1,)}
@@ -354,8 +364,10 @@ def _tensor(
 def _rows(
     traced: TracedTensor, shapes: tuple[tuple[int, ...], ...], rows: Sequence[int]
 ) -> int | None:
-    """Return the row dimension: the only one that equals the number of rows in every run, if no other size changes with
-    it."""
+    """Return the row dimension of a tensor, or None.
+
+    It is the only dimension that equals the number of rows in every run, if no other size changes with it.
+    """
     if len({len(shape) for shape in shapes}) > 1:
         return None
     found = [

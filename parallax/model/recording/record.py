@@ -1,9 +1,9 @@
-"""Trace a model's forward on fake tensors and partition it: which modules to trace, how often to run, how to handle
-failures.
+"""Record a model's forward on fake tensors, and partition it into blocks.
 
-The forward runs on fake tensors (:mod:`.fakes`): for three numbers of rows, twice more for each other input size, and
-once in evaluation. A module whose forward branches on values stays one instruction, and so does one whose runs differ
-in more than sizes. If the model itself is not traceable, it is refused.
+This module decides which modules are traced inside, how often the forward runs, and how failures are handled. The
+forward runs on fake tensors (:mod:`.fakes`): for three numbers of rows, twice more for each other input size, and once
+in evaluation. A module whose forward branches on values becomes one instruction, and so does one whose runs differ in
+more than sizes. If the model itself is not traceable, an error is raised.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from parallax.model.recording.value_oracle import ChangedByCaller, NotTraceable,
 logger = logging.getLogger("parallax")
 
 ROWS = (4, 6, 9), (4, 6, 10)
-"""Numbers of rows to run with; the second ones if a model needs even numbers."""
+"""Numbers of rows to run with. The second tuple is for models that need even numbers."""
 
 PARTS = 16
 """A module with more than 1/PARTS of the work is divided if it can be: four stages are then balanced within a
@@ -70,9 +70,11 @@ def trace_and_partition(
     dtype: torch.dtype,
     value_of: Callable[[Tensor], Tensor],
 ) -> Partition:
-    """Record the forward of ``model``, which is on the meta device, and partition it. ``value_of`` returns the initial
-    value of a buffer, for branches on it. Raises :class:`DescribeError` with the line of the model's code and the
-    remedies if the forward is not traceable."""
+    """Record the forward of ``model``, which is on the meta device, and return its partition into blocks.
+
+    ``value_of`` returns the initial value of a buffer, for branches on it. Raises :class:`DescribeError` with the line
+    of the model's code and the remedies if the forward is not traceable.
+    """
     if type(model).forward is nn.Module.forward:
         raise _refused(model, "it has no forward")
     if sample is None and not list(model.children()) and list(model.parameters()):
@@ -116,7 +118,7 @@ def _refusing(model: nn.Module, record: Callable[[], Partition]) -> Partition:
 def _partition(
     model: nn.Module, program: ForwardProgram, runs: _ForwardRuns, given: SampleShapes
 ) -> Partition:
-    """Return the program in blocks, and log its restrictions."""
+    """Partition the program into blocks and return them. Log the restrictions that the program has."""
     for kind in program.dropped:
         logger.info(
             "%s returns a %s, which the last stage cannot pass on: outputs have None in its place",
@@ -145,7 +147,7 @@ def _partition(
 
 
 class _ForwardRuns:
-    """Runs a model on fake tensors until all runs agree on one program."""
+    """Runs a model on fake tensors until all runs have a common program."""
 
     def __init__(
         self, fakes: FakeModel, shapes: SampleShapes, values: SampleValues, *, vary: bool
@@ -165,7 +167,7 @@ class _ForwardRuns:
         )
 
     def program(self) -> ForwardProgram:
-        """Return the program, keeping as many modules whole as necessary."""
+        """Return the program, tracing inside as many modules as possible."""
         while True:
             traced = traced_modules(self._model, self.shares, frozenset(self._whole))
             try:
@@ -178,7 +180,7 @@ class _ForwardRuns:
             self._whole.add(owner)
 
     def _merge(self, traced: frozenset[str]) -> ForwardProgram:
-        """Return the program common to all runs if the modules ``traced`` are traced."""
+        """Return the program that all runs have in common if the modules ``traced`` are traced inside."""
         first = self._first(traced)
         evaluation = self._evaluation(traced)
         runs, rows = self._rows(traced, first)
@@ -203,7 +205,7 @@ class _ForwardRuns:
             return merge_traces(self._model, runs, rows, None)
 
     def _evaluation(self, traced: frozenset[str]) -> ForwardTrace | None:
-        """Return the evaluation run; None if evaluation is not traceable."""
+        """Return the trace of an evaluation run; None if evaluation is not traceable."""
         try:
             return self._run(traced, ROWS[0][0], training=False) if self._evaluates else None
         except DescribeError as error:
@@ -241,7 +243,7 @@ class _ForwardRuns:
         *,
         training: bool = True,
     ) -> ForwardTrace:
-        """Return the trace of one forward over ``rows`` rows; the model's attributes are restored after it."""
+        """Return the trace of one forward over ``rows`` rows. Afterwards the model's attributes are restored."""
         before = AttributeChange(self._model)
         try:
             self._model.train(training)
@@ -251,14 +253,16 @@ class _ForwardRuns:
             before.undo()
 
     def _note_modes(self, training: bool) -> None:
-        """Record the modules that the model's own ``train()`` leaves in the other mode, such as a frozen norm."""
+        """Record the modules whose mode differs from the model's after ``train()``, such as a frozen norm."""
         self.other_mode[training] = frozenset(
             path for path, module in self._model.named_modules() if module.training != training
         )
 
     def _first(self, traced: frozenset[str]) -> ForwardTrace:
-        """Return the trace of the first run. Raises if a second run would differ because the model keeps state in
-        Python."""
+        """Return the trace of the first run.
+
+        Raises an error if a second run would differ because the model keeps state in Python.
+        """
         before = AttributeChange(self._model)
         try:
             self._model.train(True)
@@ -281,8 +285,10 @@ class _ForwardRuns:
             before.undo()
 
     def _record_again(self, traced: frozenset[str], kept: Mapping[tuple[str, str], Tensor]) -> None:
-        """Raise an error for state that is kept between forwards: a number that changes again in a second run, or a
-        tensor in ``kept`` that the second run uses."""
+        """Raise an error for state that the model keeps between forwards.
+
+        It is a number that changes again in a second run, or a tensor in ``kept`` that the second run uses.
+        """
         after = AttributeChange(self._model)
         recorder = self._recorder(traced, ROWS[0][0], kept=kept)
         try:
@@ -357,7 +363,7 @@ def _refused(model: nn.Module, why: str) -> DescribeError:
 
 
 class WorkShares:
-    """Each module's fraction of the model's operations and of its parameters."""
+    """Each module's fraction of the model's floating-point operations, and of its parameters."""
 
     def __init__(self, model: nn.Module, flops: Mapping[str, int]) -> None:
         self._numel = {
@@ -369,21 +375,25 @@ class WorkShares:
         self._all_numel = max(1, self._numel[""])
 
     def share_of(self, path: str) -> float:
-        """Return the larger of a module's two fractions."""
+        """Return the larger fraction of the module ``path``: that of operations or that of parameters."""
         numel = self._numel.get(path, 0) / self._all_numel
         return max(numel, self._flops.get(path, 0) / self._all_flops)
 
     def share_of_step(self, step: ForwardStep) -> float:
-        """Return the share of the module that a step calls. A step without a module counts 1/PARTS if it is a product
-        with a parameter, otherwise 0."""
+        """Return the fraction of the module that a step calls.
+
+        A step without a module counts 1/PARTS if it is a product with a parameter, otherwise 0.
+        """
         if step.module is None:
             return 1 / PARTS if step.heavy else 0.0
         return self.share_of(step.target.path)
 
 
 def measure_shares(fakes: FakeModel, args: Any, kwargs: Any) -> WorkShares:
-    """Count the floating-point operations of every module for these inputs; use parameters alone if the model does not
-    run."""
+    """Count the floating-point operations of every module for these inputs.
+
+    If the model does not run, the fractions are those of parameters alone.
+    """
     flops: dict[str, int] = {}
     try:
         with fakes.mode, FlopCounterMode(display=False) as counter:
@@ -400,8 +410,10 @@ def measure_shares(fakes: FakeModel, args: Any, kwargs: Any) -> WorkShares:
 
 
 def traced_modules(model: nn.Module, shares: WorkShares, whole: frozenset[str]) -> frozenset[str]:
-    """Return the paths of the modules to trace inside: the model itself, and large modules with submodules that have
-    parameters, except the paths in ``whole``. A call of any other module is one instruction."""
+    """Return the paths of the modules to trace inside. A call of any other module becomes one instruction.
+
+    They are the model itself, and large modules with submodules that have parameters, except the paths in ``whole``.
+    """
     found: set[str] = set()
 
     def visit(path: str, module: nn.Module) -> None:
@@ -422,8 +434,10 @@ def _divides(module: nn.Module, share: float) -> bool:
 
 
 def disable_kv_cache(model: nn.Module) -> None:
-    """Make a model of transformers return no key-value cache, which training does not need. Its modules get copies of
-    their configurations, which may be the user's own objects."""
+    """Make a transformers model return no key-value cache, which training does not need.
+
+    Its modules get copies of their configurations, because these may be the user's own objects.
+    """
     copies: dict[int, Any] = {}
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -438,8 +452,7 @@ def disable_kv_cache(model: nn.Module) -> None:
 
 
 def disable_own_checkpointing(model: nn.Module) -> None:
-    """Disable gradient checkpointing of a transformers model: the plan decides for each block whether it is
-    recomputed."""
+    """Disable gradient checkpointing of a transformers model, because the plan decides which blocks are recomputed."""
     modules: Iterator[Any] = model.modules()
     flagged = [m for m in modules if getattr(m, "gradient_checkpointing", False) is True]
     for module in flagged:

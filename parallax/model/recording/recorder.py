@@ -1,8 +1,9 @@
 """Record the calls that a forward makes between modules, while it runs on fake tensors.
 
-A module that is not traced is one instruction. Inside the traced modules every call of torch that returns or changes
-tensors is recorded. Python itself is not: it runs as usual, so containers, ``None``, loops, dataclasses and branches on
-sizes work. If Python needs a fake tensor's value, the module in whose forward that happens is not traceable.
+A module that is not traced inside is one instruction. Inside the traced modules every call of torch that returns or
+changes tensors is recorded. Python itself is not recorded: it runs as usual, so containers, ``None``, loops,
+dataclasses and branches on sizes work. If Python needs a fake tensor's value, the module whose forward needs it is not
+traceable.
 """
 
 from __future__ import annotations
@@ -70,10 +71,12 @@ from parallax.model.recording.value_oracle import (
 
 
 class ForwardRecorder(TorchFunctionMode):
-    """Records one run of ``fakes.model``. ``traced``: paths of the traced modules; all others are one instruction each.
-    ``divided``: modules too large to stay whole, in which branches on the sample's values are recorded as assumptions.
-    ``kept``: tensors that an earlier run left in attributes, by path and name. ``given(name)``: the sample's value of
-    an input."""
+    """Records one run of ``fakes.model``.
+
+    ``traced``: paths of the modules to trace inside; all others are one instruction each. ``divided``: modules too
+    large to be one instruction, in which branches on the sample's values are recorded as assumptions. ``kept``: tensors
+    that an earlier run left in attributes, by path and name. ``given(name)``: the sample's value of an input.
+    """
 
     def __init__(
         self,
@@ -103,7 +106,10 @@ class ForwardRecorder(TorchFunctionMode):
         self._oracle = ValueOracle(self._fakes, self.trace, self._numbers, given)
 
     def run(self, args: Any, kwargs: Any) -> ForwardTrace:
-        """Return the trace of one call of the model. Raises :class:`NotTraceable`, and any error of the model."""
+        """Return the trace of one call of the model.
+
+        Raises :class:`NotTraceable`, and any error that the model raises.
+        """
         for path, tensor in leaves((args, kwargs)):
             if isinstance(tensor, Tensor):
                 self.flow.mark_dependent(tensor)
@@ -127,7 +133,7 @@ class ForwardRecorder(TorchFunctionMode):
 
     @staticmethod
     def describe_error(error: BaseException) -> str:
-        """Return an error as one line, with the line of the user's code that raised it."""
+        """Return a text of one line with the error and the line of the user's code that raised it."""
         line = (str(error).strip().splitlines() or [""])[0]
         where = user_line(traceback.extract_tb(error.__traceback__))
         return f"{type(error).__name__}: {line:.160}{where}"
@@ -166,8 +172,10 @@ class ForwardRecorder(TorchFunctionMode):
             self._module_stack.pop()
 
     def _check_left(self, path: str) -> None:
-        """Raise :class:`ChangedByCaller` if code outside an untraced submodule changed attributes that the submodule's
-        last forward had set, because such code is not recorded."""
+        """Raise :class:`ChangedByCaller` if code outside an untraced submodule has changed the submodule's attributes.
+
+        Such a change would not be recorded. Only attributes that the submodule's last forward had set are checked.
+        """
         for (owner, name), tensor in self._left.items():
             if owner == path or owner.startswith(f"{path}."):
                 held = vars(self._fakes.model.get_submodule(owner))
@@ -177,7 +185,10 @@ class ForwardRecorder(TorchFunctionMode):
                     )
 
     def _has_its_own(self, module: nn.Module, path: str) -> bool:
-        """Return whether all parameters and buffers of a module are its own, and none is replaced during the call."""
+        """Return whether a module's parameters and buffers are all its own.
+
+        None may be shared with other modules or replaced during the call.
+        """
         prefix = f"{path}."
         own = self._fakes.names
         held = [*module.named_parameters(), *module.named_buffers()]
@@ -187,7 +198,7 @@ class ForwardRecorder(TorchFunctionMode):
         return id(tensor) in own and (own[id(tensor)] == name or id(tensor) in self._fakes.shared)
 
     def _whole(self, original: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-        """Return a function that calls a module as one instruction; a module that needs values runs on real ones."""
+        """Return a function that calls a module as one instruction. A module that needs values runs on real ones."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -225,7 +236,9 @@ class ForwardRecorder(TorchFunctionMode):
 
     @contextlib.contextmanager
     def _patched(self) -> Iterator[None]:
-        """Intercept calls of modules and of custom autograd functions, autocast, and saved-tensor hooks."""
+        """A context that intercepts calls of modules and of custom autograd
+        functions, autocast, and saved-tensor hooks.
+        """
         call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
         enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
         pack = saved_tensors_hooks.__enter__
@@ -293,7 +306,9 @@ class ForwardRecorder(TorchFunctionMode):
         return value
 
     def _note_longest(self, name: str, made: Instruction) -> None:
-        """Change an instruction that unpacks rows, so that it pads them to the longest row of the whole micro-batch."""
+        """Change an instruction that unpacks rows, so that it pads the rows
+        to the longest one of the whole micro-batch.
+        """
         if name == "_pad_packed_sequence" and total_length() is None:
             sizes = made.args[1]
             if isinstance(sizes, TensorSlot):
@@ -302,8 +317,11 @@ class ForwardRecorder(TorchFunctionMode):
     def _run(
         self, run: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: Any
     ) -> tuple[Any, Answer | None]:
-        """Run one torch call on fake tensors. Return its result and, if the result depends on tensor values, the
-        :class:`Answer` of the value oracle."""
+        """Run one torch call on fake tensors, and return its result.
+
+        The second result is the :class:`Answer` of the value oracle if the result depends on tensor values, otherwise
+        None.
+        """
         self._quiet += 1
         try:
             return run(*args, **kwargs), None
@@ -329,7 +347,10 @@ class ForwardRecorder(TorchFunctionMode):
     def _expect(
         self, target: Any, args: tuple[Any, ...], kwargs: Any, value: Any, context: Context
     ) -> None:
-        """Record the assumption that other batches give the same value. Strings are only messages and need none."""
+        """Record the assumption that other batches give the same value.
+
+        Strings are only messages, so nothing is recorded for them.
+        """
         where = user_line(traceback.extract_stack())
         tensors = list(tensors_in(value))
         plain = [part for _, part in leaves(value)]
@@ -391,7 +412,7 @@ class ForwardRecorder(TorchFunctionMode):
         return self._know(tensor, Origin.OUTSIDE, "", tensor)
 
     def _number(self, tensor: Tensor) -> int:
-        """Return the number in the trace of a tensor that a call returned; a new number unless the tensor is known."""
+        """Return the number in the trace of a tensor that a call has returned. An unknown tensor gets a new number."""
         if id(tensor) in self._numbers:
             return self._numbers[id(tensor)]
         if id(tensor) in self._fakes.names:
@@ -418,7 +439,7 @@ class ForwardRecorder(TorchFunctionMode):
         return number
 
     def _returned(self, value: Any) -> Any:
-        """Return the model's return value with slots in place of tensors; plain values stay."""
+        """Return the model's return value with slots in place of tensors. Plain values are unchanged."""
         dropped: list[str] = []
 
         def replace(part: Any) -> Any:

@@ -1,7 +1,7 @@
 """The trace of one forward: its instructions, as the recorder wrote them.
 
-A trace refers to tensors by number. A tensor is an input, one of the model's, one from outside, or the result of an
-instruction. Sizes and other plain values have their values of that run.
+A trace refers to tensors by number. A tensor is an input, a tensor of the model, a tensor from outside, or the result
+of an instruction. Sizes and other plain values have their values of that run.
 
 ``torch.cat(list(features))`` over all rows would give a different number of instructions for each number of rows. So
 splitting a tensor and joining all its parts is fused into one instruction (:func:`fuse_lists`).
@@ -25,7 +25,7 @@ Path = tuple[Any, ...]
 
 
 class Origin(Enum):
-    """The origin of a tensor of a trace."""
+    """The kinds of tensors in a trace, by origin."""
 
     INPUT = "input"
     MODEL = "model"
@@ -35,7 +35,7 @@ class Origin(Enum):
 
 @dataclass(frozen=True)
 class AutocastRegion:
-    """A ``torch.autocast`` of the model around an instruction; ``device`` None: the device of the run."""
+    """A ``torch.autocast`` context of the model around an instruction. ``device`` None is the device of the run."""
 
     device: str | None
     dtype: torch.dtype | None
@@ -44,7 +44,7 @@ class AutocastRegion:
 
 @dataclass(frozen=True)
 class Context:
-    """The context of an instruction: whether gradients are enabled, and autocast regions, outermost first."""
+    """The context of an instruction: whether gradients are enabled, and autocast contexts, outermost first."""
 
     gradients: bool = True
     autocast: tuple[AutocastRegion, ...] = ()
@@ -52,8 +52,11 @@ class Context:
 
 @dataclass
 class TracedTensor:
-    """A tensor of a run: shape (empty for a nested tensor), type, id of its storage, and whether its values depend on
-    inputs. ``name``: in the model, or of the input; ``value``: of a tensor from outside."""
+    """A tensor of a run: shape (empty for a nested tensor), dtype, id of its storage, and whether its values depend on
+    inputs.
+
+    ``name`` is the name in the model or of the input. ``value`` is the value of a tensor from outside.
+    """
 
     origin: Origin
     shape: tuple[int, ...]
@@ -77,14 +80,17 @@ class ModulePath(Slot):
 
 @dataclass(frozen=True)
 class SizeOf(TensorSlot):
-    """A placeholder for the size of tensor ``index`` in ``dimension``, used if a size is known to be this one."""
+    """A placeholder for a size that is known to be that of tensor ``index`` in ``dimension``."""
 
     dimension: int
 
 
 def size_of(size: torch.SymInt, nested: Iterable[tuple[int, Tensor]]) -> SizeOf | None:
-    """Return a placeholder for the symbolic ``size``, if it is the size of one of the ``nested`` tensors, given as
-    (number, tensor); otherwise None."""
+    """Return a placeholder for the symbolic ``size`` if it is the size of one of the ``nested`` tensors, otherwise
+    None.
+
+    ``nested`` holds pairs (number, tensor).
+    """
     for number, tensor in nested:
         for dimension, own in enumerate(tensor.shape):
             if isinstance(own, torch.SymInt) and bool(own == size):
@@ -94,8 +100,11 @@ def size_of(size: torch.SymInt, nested: Iterable[tuple[int, Tensor]]) -> SizeOf 
 
 @dataclass(eq=False)
 class Instruction:
-    """A call with slots for tensors and modules. ``results``: paths and numbers of the result tensors; ``writes``:
-    tensors changed in place; ``owner``: the module whose forward makes the call."""
+    """A recorded call, with slots for tensors and modules.
+
+    ``results``: paths and numbers of the result tensors. ``writes``: tensors changed in place. ``owner``: the module
+    whose forward makes the call.
+    """
 
     target: Callable[..., Any] | ModulePath
     args: tuple[Any, ...]
@@ -114,9 +123,12 @@ class Instruction:
 
 @dataclass
 class ForwardTrace:
-    """One run. ``returned``: the model's return value with slots for tensors. ``dropped``: types of other objects in
-    it, which cannot be sent from a stage. ``packs``: the forward sets saved-tensor hooks outside of modules, as
-    torch.utils.checkpoint does."""
+    """The trace of one run.
+
+    ``returned``: the model's return value with slots for tensors. ``dropped``: types of other objects in it, which
+    cannot be sent from a stage. ``packs``: the forward sets saved-tensor hooks outside of modules, as
+    torch.utils.checkpoint does.
+    """
 
     tensors: list[TracedTensor] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
@@ -137,8 +149,10 @@ def draws(name: str) -> bool:
 
 
 def change(value: Any, replace: Callable[[Any], Any]) -> Any:
-    """Return the same nested value with ``replace`` applied to each leaf; unlike :func:`transform` it descends into
-    slices and sizes."""
+    """Return the same nested containers with ``replace`` applied to each leaf.
+
+    Unlike :func:`transform` it descends into slices and sizes.
+    """
 
     def deeper(part: Any) -> Any:
         if isinstance(part, torch.Size):
@@ -151,7 +165,7 @@ def change(value: Any, replace: Callable[[Any], Any]) -> Any:
 
 
 def parts(value: Any) -> list[Any]:
-    """Return the leaves of :func:`change`."""
+    """Return the leaves of a nested value that :func:`change` would replace."""
     found: list[Any] = []
 
     def note(part: Any) -> Any:
@@ -163,7 +177,7 @@ def parts(value: Any) -> list[Any]:
 
 
 def shape_of(value: Any) -> Any:
-    """Return the structure of a nested value, with None for every leaf, for comparison."""
+    """Return the structure of nested containers for comparison, with None for every leaf."""
     if isinstance(value, Mapping):
         return type(value).__name__, {key: shape_of(part) for key, part in value.items()}
     if isinstance(value, slice):
@@ -177,7 +191,7 @@ _APART = "unbind", "split", "chunk", "tensor_split", "split_with_sizes"
 
 
 class ListSlot(Enum):
-    """A placeholder for the list of all parts."""
+    """A placeholder in the arguments of a call for the list of all parts of a split tensor."""
 
     PARTS = "parts"
 
@@ -190,8 +204,11 @@ def split_and_join(
     join_args: tuple[Any, ...],
     join_kwargs: Mapping[str, Any],
 ) -> Any:
-    """Split a tensor and return ``join`` of its parts: ``split(*args, **kwargs)`` returns the parts, and ``join`` is
-    called with the list of parts at each :class:`ListSlot` in its arguments."""
+    """Split a tensor, and return the result of joining its parts.
+
+    ``split(*args, **kwargs)`` returns the parts. ``join`` is called with the list of parts in place of each
+    :class:`ListSlot` in its arguments.
+    """
     found = list(split(*args, **kwargs))
 
     def put(part: Any) -> Any:
@@ -201,8 +218,10 @@ def split_and_join(
 
 
 def fuse_lists(trace: ForwardTrace) -> None:
-    """Fuse each instruction that splits a tensor with the instructions that join all its parts, if nothing else uses
-    the parts."""
+    """Fuse each instruction that splits a tensor with the instructions that join all its parts.
+
+    Instructions are fused only if no others use the parts.
+    """
     uses = Counter(
         part.index
         for nest in [
@@ -228,7 +247,7 @@ def fuse_lists(trace: ForwardTrace) -> None:
 
 
 def _lists(instruction: Instruction, numbers: list[int]) -> int:
-    """Return how often the list of the tensors ``numbers`` occurs among an instruction's arguments."""
+    """Return how often a list of exactly the tensors ``numbers`` occurs among an instruction's arguments."""
     return sum(
         _is_list(value, numbers) for value in (*instruction.args, *instruction.kwargs.values())
     )

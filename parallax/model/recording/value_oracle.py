@@ -1,9 +1,9 @@
 """Answer queries for tensor values while a forward is recorded, by running the recorded instructions on real tensors.
 
 A value that depends on sizes, constants and buffers (whether a mask is causal) is certain. A value that depends on
-integer inputs is the sample's. Activations and parameters are unknown: they are filled with several values, and only an
-answer that is equal for all fillings is accepted, such as that none is NaN. The last two kinds are assumptions, checked
-with every batch (:mod:`.expected`).
+integer inputs is that of the sample. Activations and parameters are unknown: they are filled with several values, and
+an answer is accepted only if it is equal for all fillings, such as that none is NaN. Answers that depend on inputs or
+on fillings are assumptions, which are checked with every batch (:mod:`.expected`).
 
 Uniform random numbers are filled with their least and greatest value: a layer that is dropped with probability 0 is
 never dropped.
@@ -43,8 +43,10 @@ _UNIFORM = "rand", "rand_like"
 
 @dataclass(frozen=True)
 class _Filling:
-    """Values in place of unknown ones. ``drawn``: for uniform random numbers in [0, 1). ``fill``: sets the values of
-    activations and parameters."""
+    """Values that are used in place of unknown values.
+
+    ``drawn`` is the value for uniform random numbers in [0, 1). ``fill`` sets the values of activations and parameters.
+    """
 
     drawn: float
     fill: Callable[[Tensor], Tensor]
@@ -66,25 +68,26 @@ class NotTraceable(Exception):
 
 
 class ChangedByCaller(NotTraceable):
-    """Raised if the forward of module ``owner`` sets an attribute of one of its submodules that the submodule's next
-    forward reads."""
+    """Raised if the forward of module ``owner`` sets an attribute of a
+    submodule that the submodule's next forward reads.
+    """
 
 
 class WritesParameter(Exception):
-    """Raised if the forward changes the parameter of that name."""
+    """Raised if the forward changes the parameter called ``name``."""
 
 
 OWN_ERRORS = NotTraceable, WritesParameter, KeepsState, HangError
 
 
 def user_line(frames: Iterable[traceback.FrameSummary]) -> str:
-    """Return the innermost line of the user's own code among ``frames``; empty if there is none."""
+    """Return the innermost line of the user's own code among ``frames``, or ''."""
     own = [f for f in frames if "/torch/" not in f.filename and "/parallax/" not in f.filename]
     return f", at {own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def follows_from_lengths(target: Any) -> bool:
-    """Return whether a call packs or pads rows, so that its result sizes depend on the rows' lengths."""
+    """Return whether a call packs or pads rows, so that the sizes of its results depend on the rows' lengths."""
     return getattr(target, "__name__", "") in ("_pack_padded_sequence", "_pad_packed_sequence")
 
 
@@ -98,8 +101,10 @@ def total_length() -> int | None:
 
 @contextlib.contextmanager
 def no_python_randomness(owner: Callable[[], str]) -> Iterator[None]:
-    """A context that raises :class:`NotTraceable` if random numbers of Python or numpy are drawn: the trace would
-    repeat them forever."""
+    """A context that raises :class:`NotTraceable` if random numbers of Python or numpy are drawn inside.
+
+    The trace would repeat these numbers for every batch.
+    """
     before = _draw_counts()
     yield
     if before != _draw_counts():
@@ -109,14 +114,16 @@ def no_python_randomness(owner: Callable[[], str]) -> Iterator[None]:
 
 
 def _draw_counts() -> tuple[int, int]:
-    """Return the positions of Python's and numpy's generators."""
+    """Return the positions of the random generators of Python and numpy."""
     legacy = numpy.random.get_state(legacy=False)  # noqa: NPY002  # the global generator
     return random.getstate()[1][-1], int(legacy["state"]["pos"])
 
 
 def without_values(fakes: FakeModel, flow: DataFlow, answer: Any, given: Any) -> Any:
-    """Return ``answer`` with a fake tensor for each of its tensors. The fakes depend on the inputs that the tensors in
-    ``given`` depend on."""
+    """Return ``answer`` with a fake tensor in place of each of its tensors.
+
+    The fake tensors depend on all inputs on which the tensors in ``given`` depend.
+    """
     sources = list(tensors_of(given))
     follows = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sources)
 
@@ -141,8 +148,11 @@ class Answer:
 
 
 class ValueOracle:
-    """Answers queries of a run for values of its fake tensors. ``numbers``: their numbers in ``trace``;
-    ``given(name)``: the sample's value of an input, which raises ``KeyError`` if the sample has none."""
+    """Answers queries of a run for values of its fake tensors.
+
+    ``numbers``: the tensors' numbers in ``trace``. ``given(name)``: the sample's value of an input, which raises
+    ``KeyError`` if the sample has none.
+    """
 
     def __init__(
         self,
@@ -155,12 +165,15 @@ class ValueOracle:
         self._held: dict[int, Tensor] = {}
 
     def register_tensor(self, number: int, tensor: Tensor) -> None:
-        """Register tensor ``number`` of the trace as one of the model's own."""
+        """Register a tensor of the model itself, which has ``number`` in the trace."""
         self._held[number] = tensor
 
     def answer(self, function: Callable[..., Any], args: Any, kwargs: Any, owner: str) -> Answer:
-        """Return the result of ``function`` on real values. Raises :class:`NotTraceable` for ``owner`` if a value is
-        unknown, or if the result depends on the values that stand in for unknown ones."""
+        """Return the result of ``function`` on real values.
+
+        Raises :class:`NotTraceable` for ``owner`` if a value is unknown, or if the result depends on the values that
+        replace unknown ones.
+        """
         tensors = list(tensors_in((args, kwargs)))
         if any(tensor.is_nested for tensor in tensors):
             where = user_line(traceback.extract_stack())
@@ -202,8 +215,10 @@ class ValueOracle:
         return self._trace
 
     def is_unknown(self, number: int) -> bool:
-        """Return whether tensor ``number``, which no instruction makes, has an unknown value: it is a parameter, or a
-        floating-point input that is not a mask."""
+        """Return whether the value of tensor ``number``, which no instruction computes, is unknown.
+
+        It is unknown if the tensor is a parameter, or a floating-point input that is not a mask.
+        """
         traced = self._trace.tensors[number]
         if traced.origin is Origin.INPUT:
             with without_modes():
@@ -211,7 +226,7 @@ class ValueOracle:
         return isinstance(self._held.get(number), nn.Parameter)
 
     def source(self, number: int) -> Tensor:
-        """Return the value of tensor ``number``, an input or a tensor of the model."""
+        """Return the value of tensor ``number``, which is an input or a tensor of the model."""
         traced = self._trace.tensors[number]
         if traced.origin is Origin.INPUT:
             return self._given(traced.name).clone()
@@ -226,7 +241,7 @@ class ValueOracle:
 
 
 class _TraceReplay:
-    """The part of a trace on which some tensors depend, run with fillings in place of unknown values.
+    """Runs the part of a trace on which some tensors depend, with fillings in place of unknown values.
 
     ``unknown``: floating-point tensors that depend on parameters or activations, which are filled instead of computed.
     ``assumed``: inputs or a filling were used. ``drawn``: random numbers were used.
@@ -272,7 +287,7 @@ class _TraceReplay:
                     self.unknown.add(n)
 
     def _needed(self, requested: list[int]) -> list[Instruction]:
-        """Return the instructions that make the tensors ``requested`` or write into them, in order."""
+        """Return the instructions that compute the tensors ``requested`` or write into them, in order."""
         wanted = {self._tensors[n].storage for n in requested if n not in self.unknown}
         found = []
         for each in reversed(self._known.trace.instructions):
@@ -285,7 +300,7 @@ class _TraceReplay:
     def _carry_out(
         self, instruction: Instruction, values: dict[int, Tensor], filling: _Filling
     ) -> None:
-        """Run an instruction on real tensors, if all its operands are available."""
+        """Run an instruction on real tensors if all its operands are available."""
 
         def real(part: Any) -> Any:
             if not isinstance(part, TensorSlot):
@@ -328,13 +343,15 @@ def _uses(instruction: Instruction) -> list[int]:
 
 
 def _metadata(part: Any) -> Any:
-    """Return a tensor's shape and dtype, or any other value unchanged, to compare results without comparing values."""
+    """Return a tensor's shape and dtype, or any other value unchanged, to compare results without their values."""
     return (tuple(part.shape), part.dtype) if isinstance(part, Tensor) else part
 
 
 def _is_mask(tensor: Tensor | None) -> bool:
-    """Return whether a floating-point tensor consists of both zeros and ones; all zeros or all ones may be a
-    coincidence."""
+    """Return whether a floating-point tensor consists of zeros and ones, and contains both.
+
+    All zeros or all ones may be a coincidence.
+    """
     if tensor is None:
         return False
     ones = tensor == 1

@@ -1,11 +1,11 @@
-"""Compare the chain with the model's own forward, on the same rows.
+"""Compare the chain of blocks with the model's own forward, on the same rows.
 
 Both run several times, with one number of rows after the other, without a reset between, so that changes of buffers are
 compared too. In training, outputs, loss, gradients and buffers are compared; in evaluation, outputs and loss.
 
-If something differs, both run again to locate the block: the first one with an output that the model's own forward
-never computes, or that only repeats its inputs. For gradients it is the last block with a wrong one, because the
-backward runs from the last block to the first.
+If something differs, both run again to locate the block. For outputs, it is the first block with an output that the
+model's own forward never computes, or with outputs that only repeat its inputs. For gradients, it is the last block
+with a wrong one, because the backward runs from the last block to the first.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ REMEDIES = (
 
 
 class CannotRun(Exception):
-    """Raised if the model's own forward or its loss fails on the given rows."""
+    """Raised if the model's own forward or its loss raises an error on the given rows."""
 
 
 @dataclass(frozen=True)
 class _Setting:
-    """The mode and number of rows of one comparison."""
+    """The mode (training or evaluation) and the number of rows of one comparison."""
 
     rows: int
     training: bool
@@ -56,7 +56,7 @@ class _Setting:
 
 @dataclass(frozen=True)
 class _Ran:
-    """The results of one run."""
+    """The results of one run of the model or of the chain."""
 
     outputs: dict[str, Tensor]
     loss: dict[str, Tensor]
@@ -65,8 +65,11 @@ class _Ran:
 
 
 class _Differs(Exception):
-    """Raised for a difference. ``kind``: outputs, loss, gradient, buffer or block; ``name``: of the tensor; ``how``:
-    the difference."""
+    """Raised for a difference between chain and model.
+
+    ``kind``: outputs, loss, gradient, buffer or block. ``name``: the name of the tensor. ``how``: a text that describes
+    the difference.
+    """
 
     def __init__(self, where: _Setting, kind: str, name: str, how: str) -> None:
         super().__init__(f"{kind} {name}: {how}")
@@ -74,15 +77,18 @@ class _Differs(Exception):
 
 
 def has_own_forward(chain: Chain) -> bool:
-    """Return whether the model has a forward to compare with."""
+    """Return whether the model has a forward with which the chain can be compared."""
     return type(chain.model).forward is not nn.Module.forward
 
 
 def compare_with_own_forward(
     chain: Chain, loss: Loss, batch: SampleRows, counts: Sequence[int]
 ) -> str:
-    """Compare for each number of rows in ``counts``. Return a text that names the parts that could not be compared, or
-    "". Raises :class:`DescribeError` if the chain computes other values, and :class:`CannotRun`."""
+    """Compare chain and model for each number of rows in ``counts``.
+
+    Return a text on the parts that could not be compared, or ''. Raises :class:`DescribeError` if the chain computes
+    other values, and :class:`CannotRun` if the model cannot run.
+    """
     passes = [_Setting(rows, training) for training in (True, False) for rows in counts]
     comparison = _Comparison(chain, loss, batch)
     try:
@@ -118,7 +124,7 @@ class _Comparison:
         return True
 
     def difference_message(self, passes: Sequence[_Setting], difference: _Differs) -> str:
-        """Return the error message for a chain that differs, with the block."""
+        """Return the error message for a chain that differs from the model, with the name of the block."""
         model, where = type(self._chain.model).__name__, difference.where
         index = self._block_of(passes, difference)
         block, count = (
@@ -164,8 +170,11 @@ class _Comparison:
         return max(wrong, default=names[difference.name][0])
 
     def _first_unknown(self, passes: Sequence[_Setting], where: _Setting) -> int:
-        """Return the index of the first wrong block: one of its outputs is a tensor that the model's own forward never
-        computes, or it has parameters but returns only tensors that earlier blocks have returned."""
+        """Return the index of the first wrong block.
+
+        A block is wrong if one of its outputs is a tensor that the model's own forward never computes, or if it has
+        parameters but returns only tensors that earlier blocks have returned.
+        """
         blocks = BlocksInOrder(self._chain)
         own = OwnForward(self._chain, blocks)
         for each in passes:
@@ -229,8 +238,10 @@ class _Comparison:
         return _Ran(outputs, {"": loss.detach()}, given, buffers)
 
     def _loss_of(self, results: Any, targets: Any) -> Tensor:
-        """Return the loss of the model's return value. If user-defined blocks do not return such a value, the loss gets
-        the tensors."""
+        """Return the loss of the model's return value.
+
+        If user-defined blocks do not return a value of this structure, the loss gets the tensors.
+        """
         if self._chain.template is None:
             results = self._chain.results(flatten(results)[0])
         return call_loss(self._loss, results, targets)
@@ -238,13 +249,13 @@ class _Comparison:
 
 @dataclass
 class _Digests:
-    """A set of tensors, identified by sums that do not depend on the order of dimensions."""
+    """A set of tensors, which are identified by sums that do not depend on the order of dimensions."""
 
     part: float
     seen: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
 
     def add(self, found: Any) -> None:
-        """Add all tensors of a nested value."""
+        """Add all tensors in nested containers."""
         for tensor in map(plain_rows, flatten(found)[0]):
             if not tensor.is_meta:
                 self.seen.setdefault(tensor.numel(), []).append(_digest(tensor))

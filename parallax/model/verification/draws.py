@@ -1,9 +1,10 @@
 """Control random numbers while a model is compared with its chain of blocks.
 
 If the two call random operators in different orders, they draw different masks and noise, although both may be correct.
-There are two ways out:
+There are two solutions:
 
-* Every call of a torch function draws from the same random state. This also reveals a dropout that one side lacks.
+* Every call of a torch function draws from the same random state. This also reveals a dropout that only one of them
+  has.
 * When a batch is compared with its parts, dropout is off, and BatchNorms use their running statistics, because the
   user chooses the rows over which they compute statistics.
 """
@@ -31,7 +32,10 @@ _ATTENTION = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward:
 
 
 class SameDraws(TorchFunctionMode):
-    """Makes every torch function draw from the same random state. ``watch`` is called with each function's result."""
+    """A context in which every torch function draws from the same random state.
+
+    ``watch`` is called with each function's result.
+    """
 
     def __init__(self, watch: Callable[[Any], None] = lambda found: None) -> None:
         super().__init__()
@@ -51,7 +55,10 @@ class SameDraws(TorchFunctionMode):
 
 
 class WithoutDraws(TorchFunctionMode):
-    """Disables dropout, and makes BatchNorms use running statistics. :meth:`drew` detects other random operations."""
+    """A context that disables dropout and makes BatchNorms use running statistics.
+
+    :meth:`drew` detects other random operations.
+    """
 
     def __enter__(self) -> WithoutDraws:
         torch.default_generator.manual_seed(_SEED)
@@ -60,7 +67,7 @@ class WithoutDraws(TorchFunctionMode):
         return self
 
     def drew(self) -> bool:
-        """Return whether random numbers were drawn since the mode was entered."""
+        """Return whether random numbers were drawn since the context was entered."""
         return not torch.default_generator.get_state().equal(self._before)
 
     def __torch_function__(
@@ -105,7 +112,7 @@ def _with_running_statistics(
 
 @contextlib.contextmanager
 def own_random_state() -> Iterator[None]:
-    """A context that restores the random states of torch and Python."""
+    """A context that restores the random states of torch and Python on exit."""
     python = random.getstate()
     with torch.random.fork_rng(devices=[]):
         try:

@@ -1,9 +1,9 @@
-"""Check that a model does not read the padding of its rows.
+"""Check that a model's loss does not depend on the padding of its rows.
 
-Rows of conversations, lines and documents are padded after their end, and models other than those of transformers get
-no mask of it. This is correct if each output depends only on its own token and earlier ones. So the loss of a row must
-stay the same when all tokens after its last counted target are replaced. It changes with attention that is not causal,
-with a mean over the sequence, and with layers that take the whole window.
+Rows of conversations, lines and documents are padded at their end, and only models of transformers get a mask of the
+padding. Without a mask, results are correct if each output depends only on its own token and earlier ones. So the loss
+of a row must stay the same when all tokens after its last counted target are replaced. It changes with attention that
+is not causal, with a mean over the sequence, and with layers that use the whole window.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ _IGNORED = -100
 
 
 def find_lookahead(blocks: BlocksInOrder, loss: Loss, rows: SampleRows) -> str:
-    """Return how the loss of a padded row of ``rows`` depends on its padding; empty if it does not, or if no row of
-    token ids (rows, sequence) is padded."""
+    """Return a text on how the loss of a padded row depends on its padding, or '' if it does not.
+
+    The result is also '' if no row of token ids (rows, sequence) in ``rows`` is padded.
+    """
     targets = rows.targets(0, len(rows))
     row, end = _most_padded(targets)
     if row is None:
@@ -57,8 +59,10 @@ def find_lookahead(blocks: BlocksInOrder, loss: Loss, rows: SampleRows) -> str:
 
 
 def _most_padded(targets: object) -> tuple[int | None, int]:
-    """Return the row with the fewest tokens up to its last counted target, and their number; None if no row has
-    others after them."""
+    """Return the row that has the fewest tokens up to its last counted target, and the number of these tokens.
+
+    The row is None if no row has tokens after its last counted target.
+    """
     if not isinstance(targets, Tensor) or targets.ndim != 2 or targets.is_floating_point():
         return None, 0
     numbers = torch.arange(1, targets.shape[1] + 1)
@@ -69,7 +73,7 @@ def _most_padded(targets: object) -> tuple[int | None, int]:
 
 
 def _replaced(ids: Tensor, end: int) -> Tensor:
-    """Return ``ids`` (1, sequence) with each one from ``end`` on replaced by another one of the row."""
+    """Return ``ids`` (1, sequence) with each token from ``end`` on replaced by another token of the row."""
     first = ids[0, 0]
     others = ids[ids != first]
     found = ids.clone()

@@ -1,4 +1,4 @@
-"""Check whether a batch may be split into micro-batches: compare its loss and gradients with those from its parts.
+"""Check whether a batch may be split into micro-batches, by comparing its loss and gradients with those of its parts.
 
 A step's loss is the mean over all rows, or over all counted targets if the loss offers ``count`` or is a cross-entropy
 (:mod:`parallax.model.counting`); parts are weighted accordingly. The result differs if rows interact: in a contrastive
@@ -37,7 +37,7 @@ _LOOSER = 10.0  # looser than for equal rows, because other shapes select other 
 
 @dataclass(frozen=True)
 class _Summed:
-    """The loss and the gradients of a step. ``drew``: whether random numbers were drawn."""
+    """The loss and the gradients of a step. ``drew``: random numbers were drawn."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
@@ -47,11 +47,10 @@ class _Summed:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The findings of the checks before the first step; empty: no difference, or unknown.
+    """The findings of the checks before the first step. An empty text means no difference, or unknown.
 
-    ``coupled``: rows of a batch interact, and this is how a batch split into micro-batches differs from a whole one.
-    ``gathered``: how it differs if the outputs are gathered for one loss. ``padded``: how the loss of a row depends on
-    its padding.
+    ``coupled``: rows of a batch interact; the text says how a split batch differs from a whole one. ``gathered``: how
+    it differs if the outputs are gathered for one loss. ``padded``: how the loss of a row depends on its padding.
     """
 
     coupled: str = ""
@@ -60,7 +59,7 @@ class Verdict:
 
 
 def find_coupling(blocks: BlocksInOrder, loss: Loss, batch: SampleRows) -> Verdict:
-    """Return the :class:`Verdict` on interactions between rows of ``batch``, in the loss or before it."""
+    """Return a :class:`Verdict` on interactions between rows of ``batch``, in the loss or before it."""
     for bounds in _BOUNDS:
         if bounds[-1] > len(batch):
             continue
@@ -114,8 +113,10 @@ class _Parts:
         return ""
 
     def _of_targets(self, results: Any) -> str:
-        """Return how the loss over many rows differs from that over its parts; empty if it does not. The model ran on
-        few rows, so their outputs are repeated, with the targets of further rows."""
+        """Return a text on how the loss over many rows differs from the loss over their parts, or ''.
+
+        The model ran on few rows, so their outputs are repeated, with the targets of other rows.
+        """
         rows, few = min(len(self._batch), _ROWS_OF_LOSS), self._bounds[-1]
         tensors = list(tensors_in(results))
         fits = sum(t.numel() for t in tensors) * rows <= _LARGEST_OUTPUTS * few
@@ -136,8 +137,10 @@ class _Parts:
         return ""
 
     def _loss_alone(self, results: Any, bounds: Sequence[int]) -> Tensor | None:
-        """Return the sum of the losses of the parts between ``bounds``. The outputs of the rows that the model ran on
-        are repeated for all other rows. None if the loss draws random numbers."""
+        """Return the sum of the losses of the parts between ``bounds``; None if the loss draws random numbers.
+
+        The outputs of the rows on which the model ran are repeated for all other rows.
+        """
         rows, few = bounds[-1], self._bounds[-1]
         total = torch.zeros((), dtype=torch.float64)
         with torch.no_grad(), WithoutDraws() as draws:
@@ -147,8 +150,9 @@ class _Parts:
         return None if draws.drew() else total
 
     def _run(self, bounds: Sequence[int], training: bool, *, gather: bool = False) -> _Summed:
-        """Run a step over the parts between ``bounds``, with a loss per part, or with one loss of all gathered
-        outputs."""
+        """Run a step over the parts between ``bounds``, with a loss per part
+        or, if ``gather``, with one loss of all outputs.
+        """
         blocks, rows = self._blocks, self._bounds[-1]
         before = [buffer.detach().clone() for buffer in blocks.every_buffer()]
         blocks.train(training)
@@ -173,7 +177,7 @@ class _Parts:
         return _Summed(total, gradients(blocks), detached, draws.drew())
 
     def _weighted_loss(self, results: Any, low: int, high: int, rows: int) -> Tensor:
-        """Return a micro-batch's part of the step's loss."""
+        """Return the loss of one part times its weight, which is its contribution to the step's loss."""
         targets = self._batch.targets(low, high)
         value = self._counting.value(results, targets, lambda: self._batch.inputs(low, high))
         if self._count is not None:
@@ -198,14 +202,17 @@ class _Parts:
 
 
 def _backward(share: Tensor) -> Tensor:
-    """Run the backward of a part's loss; return its value."""
+    """Run the backward of a part's loss, and return the loss."""
     if share.requires_grad:
         share.backward()
     return share.detach().double().reshape(())
 
 
 def _concatenate_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Return the concatenated outputs of parts with ``sizes`` rows; a tensor without rows must be equal in all."""
+    """Return the concatenated outputs of parts with ``sizes`` rows.
+
+    A tensor without rows must be equal in all parts.
+    """
     parts, (_, template) = [flatten(each)[0] for each in outputs], flatten(outputs[0])
     return rebuild(template, [_concatenate(tensors, sizes) for tensors in zip(*parts, strict=True)])
 

@@ -1,4 +1,7 @@
-"""The two sides of the comparison, on the CPU with equal values: the model's own forward, and its blocks in order."""
+"""The two computations that are compared: the model's own forward, and its blocks in order.
+
+They run on the CPU with equal values.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ AfterBlock = Callable[[int, tuple[Tensor, ...]], None]
 
 
 class SampleRows(Protocol):
-    """Rows of a real batch to compare with."""
+    """The interface to rows of a real batch."""
 
     def __len__(self) -> int: ...
 
@@ -35,7 +38,7 @@ class SampleRows(Protocol):
 
 
 class BlockFails(Exception):
-    """Raised if block ``index`` raised ``error``."""
+    """Raised if block ``index`` has raised ``error``."""
 
     def __init__(self, index: int, error: Exception) -> None:
         super().__init__(str(error))
@@ -43,13 +46,13 @@ class BlockFails(Exception):
 
 
 class ComparedModel(Protocol):
-    """One side of the comparison."""
+    """The interface to one of the two computations that are compared."""
 
     def train(self, mode: bool) -> None:
         """Set training or evaluation mode."""
 
     def forward(self, inputs: Any) -> Any:
-        """Return the model's value for ``inputs``."""
+        """Return the model's return value for ``inputs``."""
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters by their names in the model."""
@@ -59,7 +62,7 @@ class ComparedModel(Protocol):
 
 
 class BlocksInOrder:
-    """The chain's blocks, run in order. Parameters that start as zeros get small random values here."""
+    """The chain's blocks, run in order. Parameters that are initialized with zeros get small random values."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
@@ -75,7 +78,10 @@ class BlocksInOrder:
             block.train(mode)
 
     def forward(self, inputs: Any) -> Any:
-        """Return the last block's outputs as the model returns them. Raises :class:`BlockFails`."""
+        """Return the last block's outputs in the structure that the model returns.
+
+        Raises :class:`BlockFails` if a block raises an error.
+        """
         tensors = self.chain.arguments(_copies(inputs))
         for index, block in enumerate(self.blocks):
             try:
@@ -96,13 +102,15 @@ class BlocksInOrder:
         return {name: t for name, t in self._held().items() if not isinstance(t, nn.Parameter)}
 
     def _held(self) -> dict[str, Tensor]:
-        """Return all parameters and persistent buffers by name. They are looked up on each call, because a forward may
-        replace buffers."""
+        """Return all parameters and persistent buffers by name.
+
+        They are looked up at each call, because a forward may replace buffers.
+        """
         states = [block.state_dict(keep_vars=True) for block in self.blocks]
         return {name: states[i][inner] for name, (i, inner) in self._names.items()}
 
     def every_buffer(self) -> list[Tensor]:
-        """Return all buffers, also non-persistent ones."""
+        """Return all buffers, including non-persistent ones."""
         return [buffer for block in self.blocks for buffer in block.buffers()]
 
 
@@ -136,7 +144,7 @@ class OwnForward:
 
 
 def gradients(model: ComparedModel) -> dict[str, Tensor]:
-    """Return the gradient of every parameter, zeros if it has none, and reset ``.grad``."""
+    """Return the gradient of every parameter, zeros if there is none, and set ``.grad`` to None."""
     found = {}
     for name, parameter in model.parameters().items():
         found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -145,13 +153,15 @@ def gradients(model: ComparedModel) -> dict[str, Tensor]:
 
 
 def _copies(inputs: Any) -> Any:
-    """Copy the inputs, because a forward may change them."""
+    """Return copies of the inputs, because a forward may change them."""
     return transform(inputs, lambda part: part.clone() if isinstance(part, Tensor) else part)
 
 
 def _fill_zeros(block: nn.Module) -> None:
-    """Replace zero parameters by small random numbers: a zero weight, as in many heads and gates, would hide
-    differences before it."""
+    """Replace zero parameters by small random numbers.
+
+    A zero weight, as in many heads and gates, would hide differences in the layers before it.
+    """
     random = torch.Generator().manual_seed(_SEED)
     with torch.no_grad():
         for parameter in block.parameters():
@@ -160,7 +170,7 @@ def _fill_zeros(block: nn.Module) -> None:
 
 
 def _keep_to_this_process(module: nn.Module) -> None:
-    """Replace SyncBatchNorm's forward by BatchNorm's, because the former would wait for other ranks."""
+    """Replace the forward of SyncBatchNorm, which would wait for other ranks, by that of BatchNorm."""
     for part in module.modules():
         if isinstance(part, nn.SyncBatchNorm):
             vars(part)["forward"] = nn.BatchNorm2d.forward.__get__(part)

@@ -46,8 +46,10 @@ def verify(
     padded: Callable[[], SampleRows | None] = lambda: None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
-    """Compare ``chain`` with its model's own forward on the first rows of ``batch``, and the loss of that batch with
-    that of its parts. ``padded()`` returns rows of which some are padded; the model must not read their padding.
+    """Check that ``chain`` computes its model's own forward, and that a batch may be split; return the verdict.
+
+    The forwards are compared on the first rows of ``batch``, and the loss of that batch with the loss of its parts.
+    ``padded()`` returns rows of which some are padded; their loss must not depend on the padding.
 
     ``when``: ``auto`` verifies models without a cached verdict, if they fit the host; True always; False never.
     ``key``: everything that model and rows depend on besides their code. Raises :class:`~parallax.errors.DescribeError`
@@ -77,7 +79,7 @@ def verify(
 
 
 def _check_forward(chain: Chain, loss: Loss, batch: SampleRows) -> str:
-    """Return why the comparison was incomplete; empty: it was complete, and the chain is correct."""
+    """Return the reason why the comparison was incomplete, or '' if it was complete and the chain is correct."""
     if not has_own_forward(chain):
         return ""  # the model is defined by its blocks
     why = ""
@@ -108,8 +110,11 @@ _LIBRARIES = ("torch", "transformers", "timm", "peft")
 
 
 def _verdict_path(chain: Chain, loss: Loss, key: str) -> Path:
-    """Return the cache file of a verdict on ``chain``. The fingerprint covers the recorded code; the hashes of source
-    files cover the rest of the user's code."""
+    """Return the cache file of the verdict on ``chain``.
+
+    Its name contains the chain's fingerprint, which covers the recorded code, and hashes of source files, which cover
+    the rest of the user's code.
+    """
     what = [
         _CACHE_VERSION,
         *map(_version, ("parallax-train", *_LIBRARIES)),
@@ -138,7 +143,10 @@ def _store_verdict(path: Path, found: Verdict) -> None:
 
 
 def _codes(chain: Chain, loss: Loss) -> Iterator[str]:
-    """Yield hashes of the source files of the model's classes and of the loss. Versions cover the libraries."""
+    """Yield hashes of the source files of the model's classes and of the loss.
+
+    Libraries are covered by their versions.
+    """
     kinds: list[Any] = [base for m in chain.model.modules() for base in type(m).__mro__]
     names = {getattr(kind, "__module__", None) or "" for kind in [*kinds, loss, type(loss)]}
     for name in names:

@@ -1,1 +1,1 @@
-"""Profiles and clusters from published figures, for hardware that is not available."""
+"""Compute profiles and clusters from published figures, to plan for hardware that is not available."""

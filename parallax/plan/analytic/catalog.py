@@ -1,6 +1,6 @@
-"""Clusters that are not available, built from the kinds in :mod:`parallax.plan.analytic.hardware`, to plan for.
+"""Describe clusters that are not available, built from the devices in :mod:`parallax.plan.analytic.hardware`.
 
-A catalog cluster has one or more sorts of nodes; each sort has one kind of device. The configuration adds the numbers
+Such a cluster has one or more sorts of nodes; all devices of a sort are of one kind. The configuration adds the numbers
 that are not in data sheets: counts, links, the hosts' memory and disk, and the price of a device per hour.
 """
 
@@ -41,14 +41,15 @@ number covers those runs."""
 
 @dataclass(frozen=True, kw_only=True)
 class CatalogClusterConfig:
-    """Machines to plan for that are not available. Lists have one entry for each sort of nodes.
+    """Machines to plan for that are not available here. A list has one entry for each sort of nodes.
 
-    ``device``: a kind such as a100-80. ``nodes`` with ``devices_per_node`` each; ``devices``: the total number, on as
-    many nodes as they need, or spread evenly over the ``nodes`` given. ``device_memory``: the budget of each device,
-    including context and libraries (auto: all memory of the kind); ``host_memory`` and ``disk``: bytes of each node's
-    offload tiers. ``local`` links devices of a node and ``remote`` nodes, per device; ``host`` links a device to its
-    host (auto: the link of the kind of device). ``host_bandwidth``: bytes per second of a node's memory, for the host's
-    optimizer. ``price_per_hour`` of a device, in any currency.
+    ``device``: a kind of device such as a100-80. ``nodes``: number of nodes, with ``devices_per_node`` devices each.
+    ``devices``: total number of devices, on as many nodes as they need, or spread evenly over the ``nodes`` given.
+    ``device_memory``: the budget of each device, including context and libraries (auto: all memory of the kind).
+    ``host_memory`` and ``disk``: bytes of each node's offload tiers. ``local``: the link between devices of a node.
+    ``remote``: the link of each device to other nodes. ``host``: the link of a device to its host (auto: that of the
+    kind of device). ``host_bandwidth``: bytes per second of a node's memory, for the host optimizer.
+    ``price_per_hour``: price of a device per hour, in any currency.
     """
 
     name: str = "catalog"
@@ -100,9 +101,11 @@ class CatalogClusterConfig:
         return device_kind(_listed(self.device)[0])
 
     def build(self, *, dtype: str = "bf16", tier: str = AUTO, weight_bytes: int = 4) -> Cluster:
-        """Return the cluster. ``dtype``: type of the matrix products in which the speeds of kinds of devices are
-        compared. ``tier``: the tier that receives offloaded data (a name, or auto). ``weight_bytes``: bytes of a
-        parameter."""
+        """Return the cluster for the planner.
+
+        ``dtype``: the dtype of matrix products, in which the speeds of different devices are compared. ``tier``: the
+        offload tier (a name, or auto). ``weight_bytes``: bytes of one parameter.
+        """
         check_tier("swap.tier", tier)
         nodes: list[Node] = []
         kinds = [device_kind(name) for name in _listed(self.device)]
@@ -130,7 +133,7 @@ class CatalogClusterConfig:
         return with_buckets(found)
 
     def _counts(self) -> list[list[int]]:
-        """Return the number of devices of every node, sort by sort."""
+        """Return the number of devices of every node, as one list for each sort of nodes."""
         if self.devices == AUTO:
             nodes = [_entry(self.nodes, sort) for sort in range(self.sorts)]
             return [
@@ -157,8 +160,10 @@ class CatalogClusterConfig:
         return [[devices // nodes] * nodes]
 
     def _device(self, kind: DeviceKind, count: int, tier: str, weight_bytes: int) -> Device:
-        """Return one of ``count`` devices of a node, with its part of the host's memory, disk and bandwidth. A CPU
-        device has no caching allocator."""
+        """Return one of the ``count`` devices of a node, with its share of the host's memory, disk and bandwidth.
+
+        A CPU device has no caching allocator.
+        """
         caching = kind.host_link != DISK.link
         offload_tier = usual_tier(device_is_ram=not caching) if tier == AUTO else tier_named(tier)
         link = (
@@ -189,7 +194,7 @@ class CatalogClusterConfig:
         )
 
     def _memory(self, kind: DeviceKind) -> int:
-        """Return the budget of one device."""
+        """Return the memory budget of one device."""
         if self.device_memory == AUTO:
             return kind.memory_bytes
         requested = parse_bytes(self.device_memory, "cluster.device_memory")
@@ -214,6 +219,6 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 def _entry(value: Any, sort: int) -> Any:
-    """Return the entry of ``value`` for one sort of nodes; a value that is no list is valid for all."""
+    """Return the entry of ``value`` for one sort of nodes. If ``value`` is not a list, it holds for all sorts."""
     listed = _listed(value)
     return listed[sort if len(listed) > 1 else 0]

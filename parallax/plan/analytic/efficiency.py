@@ -5,14 +5,14 @@ of them in attention, and ``bandwidth`` of its memory's bytes per second in ever
 
 Products of narrow matrices reach less: they are computed in tiles, of which the last in each direction is partly empty,
 and each tile fills and drains a pipeline. A product of ``inner`` numbers per token into ``outer`` reaches the share
-matmul / (1 + tile · (1/inner + 1/outer)). Since its operations are 2 · tokens · inner · outer, this equals the time of
-2 · tile more operations for each of its tokens · (inner + outer) input and output activations, its ``operands``. So the
-time of several products is a sum over their operands.
+matmul / (1 + tile · (1/inner + 1/outer)). Its operations are 2 · tokens · inner · outer. So the lower share has the
+same effect as 2 · tile more operations for each of its tokens · (inner + outer) input and output activations, its
+``operands``, and the time of several products is a sum over their operands.
 
-Small kernels reach less too. A kernel that starts and ends in ``kernel_seconds`` reaches e(w) = w / (w + w₀) of the
-rate of large ones, w being its work and w₀ the device's work in those seconds; since w / e(w) = w + w₀, its time is
-affine in w (Hockney's half-performance length, 1988). And the host needs ``launch_seconds`` to issue each kernel,
-however small, which is the floor of a block's time. So a block's seconds are exactly an
+Small kernels reach less too. If w is a kernel's work, and w₀ is the work that the device does in ``kernel_seconds``,
+the time to start and end a kernel, the kernel reaches e(w) = w / (w + w₀) of the rate of large kernels. Since w / e(w)
+= w + w₀, its time is affine in w (Hockney's half-performance length, 1988). The host needs ``launch_seconds`` to issue
+each kernel, which bounds a block's time from below. So a block's seconds are exactly an
 :class:`~parallax.plan.profile.Affine` of its rows::
 
     seconds(rows) = max(kernels · launch_seconds,
@@ -39,13 +39,16 @@ from parallax.plan.work import BlockWork, ModelWork, Work
 
 
 def _share(default: float, *, spread: float, most: float = 1.0) -> float:
-    """Return a dataclass field for a fraction of a peak. ``spread``: the standard deviation of its logarithm before any
-    measurement. ``most``: the largest fraction that software reaches."""
+    """Return a dataclass field for a fraction of a peak rate.
+
+    ``spread`` is the standard deviation of the fraction's logarithm before any measurement. ``most`` is the largest
+    fraction that software reaches.
+    """
     return field(default=default, metadata={"spread": spread, "most": most, "share": True})
 
 
 def _seconds(default: float) -> float:
-    """Return a dataclass field for seconds of software overhead, of which only the order of magnitude is known."""
+    """Return a dataclass field for seconds of software overhead, whose default is only an order of magnitude."""
     return field(default=default, metadata={"spread": 1.0, "most": math.inf, "share": False})
 
 
@@ -104,8 +107,10 @@ class Efficiency:
 
     @classmethod
     def from_json(cls, text: str) -> Efficiency:
-        """Return the coefficients in the JSON ``text``; missing ones keep their defaults. Raises
-        :class:`ConfigError`."""
+        """Return the coefficients in the JSON ``text``, with defaults for missing ones.
+
+        Raises :class:`ConfigError` for invalid text.
+        """
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -191,7 +196,9 @@ _SAYS = {"a100-40": _A100_SAYS, "a100-80": _A100_SAYS, "h100": _H100_SAYS}
 
 
 def describe_figures(kind: str) -> str:
-    """Return one sentence on the software that a kind's default coefficients assume, and on their error."""
+    """Return one sentence on the software that the default coefficients
+    of a kind of device assume, and on their error.
+    """
     usual = (
         "typical of eager PyTorch, without torch.compile, and fitted to no published step of this device: they may be "
         "off by a third"
@@ -200,20 +207,24 @@ def describe_figures(kind: str) -> str:
 
 
 def explain_figures(profile: ModelProfile | None) -> list[str]:
-    """Return sentences on the software and the error of the catalog's figures; empty unless the profile was computed
-    from them."""
+    """Return sentences on the assumptions and the error of a profile that was computed from the catalog.
+
+    Empty if the profile was measured.
+    """
     if profile is None or profile.source != "analytic":
         return []
     return [describe_figures(profile.device)]
 
 
 def default_efficiency(kind: DeviceKind) -> Efficiency:
-    """Return the default coefficients of a kind: its entry in :data:`DEFAULTS`, otherwise those of the class."""
+    """Return the default coefficients of a kind of device: its entry in
+    :data:`DEFAULTS`, otherwise those of the class.
+    """
     return DEFAULTS.get(kind.name, Efficiency())
 
 
 def price(work: ModelWork, kind: DeviceKind, efficiency: Efficiency | None = None) -> ModelProfile:
-    """Return the profile of a model on a kind of device, without running anything."""
+    """Return the profile of a model on a kind of device, computed from the model's work without running anything."""
     reached = efficiency or default_efficiency(kind)
     peak = kind.peak(work.dtype)
     rate = _Rate(
@@ -244,7 +255,7 @@ def price(work: ModelWork, kind: DeviceKind, efficiency: Efficiency | None = Non
 
 @dataclass(frozen=True, slots=True)
 class _Rate:
-    """Rates that the device reaches, in operations and bytes per second, and the overhead of a kernel."""
+    """The rates that a device reaches, in operations and bytes per second, and the overhead of a kernel."""
 
     flops: float
     attention: float
@@ -252,7 +263,7 @@ class _Rate:
     reached: Efficiency
 
     def seconds(self, *works: Work) -> Affine:
-        """Return the seconds of works that run one after another."""
+        """Return the total seconds of several pieces of work that run one after another."""
         kernels = sum(work.kernels for work in works)
         return Affine(
             fixed=kernels * self.reached.kernel_seconds
@@ -262,8 +273,10 @@ class _Rate:
         )
 
     def _busy(self, work: Work, part: str) -> float:
-        """Return the seconds that ``work`` occupies the device, computing or moving bytes. ``part``: fixed or
-        per_row."""
+        """Return the seconds that ``work`` keeps the device busy, computing or moving bytes.
+
+        ``part`` selects the fixed or the per_row part.
+        """
         flops, attention, operands, moved = (
             getattr(figure, part)
             for figure in (work.flops, work.attention_flops, work.operands, work.bytes)
@@ -299,8 +312,11 @@ def _cost(block: BlockWork, rate: _Rate) -> BlockCost:
 
 
 def _needed_flops(block: BlockWork) -> float:
-    """Return the operations of a row that the model needs: a backward of attention needs twice those of the forward,
-    and kernels that compute scores again do more."""
+    """Return the operations per row that the model needs.
+
+    The backward of attention needs twice the operations of the forward. Kernels that recompute scores execute more,
+    which do not count.
+    """
     forward, inner = block.forward, block.input_gradient
     again = max(0.0, inner.attention_flops.per_row - 2 * forward.attention_flops.per_row)
     weights = block.weight_gradient.flops.per_row
@@ -308,15 +324,18 @@ def _needed_flops(block: BlockWork) -> float:
 
 
 def _update_traffic(work: ModelWork) -> float:
-    """Return the bytes that an optimizer moves per byte of parameters. It reads and writes its states and master
-    copies, reads the gradients, and writes the parameters. Without master copies it also reads the parameters."""
+    """Return the bytes that an optimizer moves per byte of parameters.
+
+    It reads and writes its states and master copies, reads the gradients, and writes the parameters. Without master
+    copies it also reads the parameters.
+    """
     parameters = 1.0 if work.master_bytes > 0 else 2.0
     return 2 * (work.optimizer_bytes + work.master_bytes) + work.gradient_bytes + parameters
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A measurement in seconds (above zero), and a function that predicts it from coefficients."""
+    """A measurement in seconds, above zero, and a function that predicts it from coefficients."""
 
     predict: Callable[[Efficiency], float]
     seconds: float
@@ -343,10 +362,11 @@ def calibrate(
 ) -> Efficiency:
     """Return the coefficients that predict ``observations`` best and are close to ``start``.
 
-    Minimises Σ huber(log(predicted / measured) / noise) + Σ (log(number / start) / spread)² over the logarithms of
-    ``fields`` (all that are above zero) by Levenberg's and Marquardt's damped Gauss–Newton steps (Marquardt 1963) with
-    Huber's weights. Logarithms, because errors of times and of rates are relative; the second sum, a log-normal prior,
-    determines coefficients that the observations do not, so a single measurement is enough.
+    The result minimises Σ huber(log(predicted / measured) / noise) + Σ (log(number / start) / spread)² over the
+    logarithms of ``fields`` (all that are above zero), by Levenberg's and Marquardt's damped Gauss–Newton steps
+    (Marquardt 1963) with Huber's weights. Logarithms are used because errors of times and of rates are relative. The
+    second sum, a log-normal prior, determines coefficients that the observations do not, so a single measurement is
+    enough.
 
     Raises :class:`ConfigError` for measurements or predictions that are not above zero and for coefficients that cannot
     be fitted.
@@ -376,8 +396,10 @@ Vector = NDArray[np.float64]
 
 
 class _Fit:
-    """One calibration by least squares. A point holds, for each coefficient, the logarithm of its ratio to the
-    start."""
+    """One calibration by least squares.
+
+    A point is a vector that holds, for each coefficient, the logarithm of its ratio to the start value.
+    """
 
     def __init__(
         self, start: Efficiency, observations: Sequence[Observation], names: tuple[str, ...]
@@ -390,7 +412,7 @@ class _Fit:
         self.measured = np.log([observation.seconds for observation in observations])
 
     def at(self, point: Vector) -> Efficiency:
-        """Return the coefficients at a point."""
+        """Return the coefficients at ``point``."""
         values = np.minimum(np.exp(self.origin + point), self.most)
         return replace(
             self.start, **{name: float(value) for name, value in zip(self.names, values)}
@@ -407,8 +429,10 @@ class _Fit:
         return np.asarray((np.log(predicted) - self.measured) / NOISE)
 
     def jacobian(self, point: Vector) -> Vector:
-        """Return the derivatives of the residuals, shape (observations, coefficients); one-sided for a coefficient at
-        its bound."""
+        """Return the derivatives of the residuals, shape (observations, coefficients).
+
+        For a coefficient at its bound, the derivative is one-sided.
+        """
         columns = []
         for index in range(len(point)):
             step = np.zeros_like(point)
@@ -425,7 +449,7 @@ class _Fit:
         return float(huber.sum() + (self.precision * point**2).sum())
 
     def solve(self) -> Efficiency:
-        """Return the best coefficients found by the descents from all starts."""
+        """Return the best coefficients found by descents from all start points."""
         launch = np.array([float(name == "launch_seconds") for name in self.names])
         starts = [
             math.log(multiple) * launch for multiple in (LAUNCHES if launch.any() else LAUNCHES[:1])
@@ -434,8 +458,10 @@ class _Fit:
         return self.at(min(ends, key=lambda end: end[0])[1])
 
     def descend(self, point: Vector) -> tuple[float, Vector]:
-        """Repeat damped steps until none improves the loss; return the loss and the point. A step that does not improve
-        is repeated with more damping."""
+        """Take damped steps until none improves the loss; return the loss and the point.
+
+        A step that does not improve the loss is repeated with more damping.
+        """
         residuals, damping = self.residuals(point), 1e-2
         loss = self.loss(point, residuals)
         for _ in range(ITERATIONS):
@@ -456,15 +482,17 @@ class _Fit:
         return loss, point
 
     def slope(self, point: Vector, residuals: Vector) -> tuple[Vector, Vector]:
-        """Return half of the loss's curvature, in the Gauss–Newton approximation, and half of its gradient."""
+        """Return half of the loss's Hessian, in the Gauss–Newton approximation, and half of its gradient."""
         slopes = self.jacobian(point)
         weights = OUTLIER / np.maximum(OUTLIER, np.abs(residuals))
         curvature = slopes.T @ (weights[:, None] * slopes) + np.diag(self.precision)
         return curvature, slopes.T @ (weights * residuals) + self.precision * point
 
     def step(self, point: Vector, curvature: Vector, gradient: Vector, damping: float) -> Vector:
-        """Return the point after a damped step. A coefficient at its bound stays there if its gradient points
-        outward."""
+        """Return the point after a damped step.
+
+        A coefficient at its bound stays there if its gradient points outward.
+        """
         free = (point < self.highest) | (gradient > 0)
         system = (curvature + damping * np.diag(np.diag(curvature)))[np.ix_(free, free)]
         step = np.zeros_like(point)

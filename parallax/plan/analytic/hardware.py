@@ -1,4 +1,4 @@
-"""Figures of devices and links from data sheets, by kind, for planning with machines that are not available.
+"""Data-sheet figures of devices and links, for planning with machines that are not available.
 
 Peaks are for dense matrices with fp32 accumulation where the vendor distinguishes the two; the share that training
 reaches is in :mod:`parallax.plan.analytic.efficiency`. Device memory is CUDA's total, which is a little below the size
@@ -28,10 +28,10 @@ class DeviceKind:
 
     ``memory_bytes``      bytes that programs can allocate, the driver's context included
     ``flops``             peak floating-point operations per second of dense matrix products, by :data:`DTYPES`
-    ``bytes_per_second``  peak of its memory
+    ``bytes_per_second``  peak bandwidth of the device memory
     ``context_bytes``     bytes of driver context and libraries (cuBLAS, NCCL) before the first tensor
-    ``host_link``         the link to its host, ``device_link`` the one to its neighbours in the node: names in
-                          :data:`LINK_KINDS`
+    ``host_link``         name in :data:`LINK_KINDS` of the link to the host
+    ``device_link``       name in :data:`LINK_KINDS` of the link to neighbours in the node
     ``source``            the source of the figures
     """
 
@@ -65,8 +65,11 @@ class DeviceKind:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkKind:
-    """One kind of link, in one direction: the data sheet's ``raw_bytes_per_second``, the share ``reached`` by large
-    transfers, and the seconds of the smallest one."""
+    """One kind of link, with figures for one direction.
+
+    ``raw_bytes_per_second`` is from the data sheet. ``reached`` is the share of it that large transfers reach. The
+    latency is the seconds of the smallest transfer.
+    """
 
     name: str
     raw_bytes_per_second: float
@@ -103,25 +106,29 @@ _TREE_AND_RING = (
 
 
 def collective_bytes(channels: int = CHANNELS) -> int:
-    """Return the device bytes of one communicator for all-reduces: buffers of all protocols."""
+    """Return the device bytes of the buffers of one NCCL communicator for all-reduces, for all protocols."""
     return channels * _TREE_AND_RING * (_SIMPLE + _LL + _LL128)
 
 
 def edge_bytes(channels: int = EDGE_CHANNELS) -> int:
-    """Return the device bytes of a point-to-point connection in one direction between two ranks; LL128 has no buffers
-    there."""
+    """Return the device bytes of a point-to-point NCCL connection in one direction between two ranks.
+
+    The protocol LL128 has no buffers there.
+    """
     return channels * (_SIMPLE + _LL)
 
 
 def usual_context(name: str) -> int:
-    """Return the context bytes of the device called ``name``; for an unknown device, the largest of all known kinds."""
+    """Return the bytes of a context on the device called ``name``; for an
+    unknown device, the largest of all known kinds.
+    """
     plain, known = name.lower().replace(" ", ""), _with_context()
     alike = [kind for kind in known if kind.name.split("-")[0] in plain]
     return max(kind.context_bytes for kind in alike or known)
 
 
 def usual_contexts() -> tuple[int, int]:
-    """Return the smallest and the largest context bytes of the known kinds."""
+    """Return the smallest and the largest bytes of a context among the known kinds of devices."""
     found = [kind.context_bytes for kind in _with_context()]
     return min(found), max(found)
 
@@ -143,7 +150,7 @@ def link_kind(name: str) -> LinkKind:
 
 
 def _tera(fp64: float, fp32: float, tf32: float, fp16: float, bf16: float) -> Mapping[str, float]:
-    """Return peaks from units of 10¹² operations per second."""
+    """Return peak rates, given in units of 10¹² operations per second, by dtype."""
     return MappingProxyType(
         {name: peak * 1e12 for name, peak in zip(DTYPES, (fp64, fp32, tf32, fp16, bf16))}
     )

@@ -1,9 +1,9 @@
-"""Bytes of a parameter and of an activation under each recipe for mixed or full precision.
+"""Bytes of a parameter and of an activation in mixed or full precision.
 
 There are two kinds of mixed precision. Megatron's (Narayanan et al. 2021; Micikevicius et al. 2018) keeps parameters
 and gradients in two bytes and a full-precision copy with the optimizer; torch autocast keeps parameters and gradients
-in full precision and casts each weight once per micro-batch. The runtime executes both as planned here:
-``parallax/model/precision.py`` uses the names of these recipes.
+in full precision and casts each weight once per micro-batch. Each is a recipe with a name, which
+``parallax/model/precision.py`` uses to execute it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from parallax.errors import check_choice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BytesPerParameter:
-    """Bytes of one element of each kind of tensor under a recipe. The optimizer is AdamW.
+    """Bytes of one element of each kind of tensor under a recipe for precision. The optimizer is AdamW.
 
     ``dtype``      type of the matrix products
     ``compute``    bytes of an element of ``dtype``
     ``residual``   bytes of an element of the residual stream, which autocast keeps in full precision because norms
                    return it
     ``weight``     bytes of a parameter
-    ``gradient``   bytes of its gradient
-    ``master``     bytes of its full-precision copy in the optimizer; 0 if the parameter itself is in full precision
-    ``optimizer``  bytes of its two moments
+    ``gradient``   bytes of a gradient
+    ``master``     bytes of the full-precision copy in the optimizer; 0 if the parameter is in full precision
+    ``optimizer``  bytes of the optimizer's two moments
     ``cast``       bytes of the copy in ``dtype`` that autocast keeps of a weight between forward and backward
     """
 
@@ -73,11 +73,10 @@ RECIPES: dict[str, BytesPerParameter] = {
     AUTOCAST: _cast("bf16"),
     "fp32+fp16 autocast": _cast("fp16"),
 }
-"""By name. fp16 and bf16 alone are mixed precision in Megatron's way."""
+"""The recipes by name. fp16 and bf16 alone are mixed precision as in Megatron."""
 
 
 def recipe(precision: str) -> BytesPerParameter:
-    """Return the recipe called ``precision``. Raises :class:`~parallax.errors.ConfigError` with the most similar
-    name."""
+    """Return the recipe called ``precision``. Raises :class:`~parallax.errors.ConfigError` for an unknown name."""
     check_choice("precision", precision, RECIPES)
     return RECIPES[precision]

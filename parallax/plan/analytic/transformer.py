@@ -1,20 +1,20 @@
-"""The work of a transformer decoder, computed from its sizes alone.
+"""Compute the work of a transformer decoder from its sizes alone.
 
-A block is a list of operations, each with its operations, memory traffic and saved bytes; everything else is a sum.
-All figures are for one row, that is one sequence of ``sequence`` tokens.
+A block is a list of operations, each with its floating-point operations, memory traffic and saved bytes, which are
+summed. All figures are for one row, that is one sequence of ``sequence`` tokens.
 
-* Operations: a matrix product takes two per weight and token forward, two for the gradient of its input and two for
-  that of its weight (Narayanan et al. 2021, section 5.1). Attention computes every score when ``full`` and, because it
-  is causal, half of them when ``flash``, which computes them again backward: 2.5 times the operations (Dao 2023,
-  section 4.1).
-* Traffic, of everything but matrix products: each operator reads its inputs and writes its outputs once; scale, mask
-  and softmax are one operator, as are bias and GELU, and dropout and addition to the stream (Megatron's fusions).
+* Floating-point operations: a matrix product takes two per weight and token in the forward, two for the gradient of
+  its input and two for the gradient of its weight (Narayanan et al. 2021, section 5.1). Attention computes every score
+  when ``full`` and, because it is causal, half of them when ``flash``. Flash attention computes the scores again in the
+  backward, which then takes 2.5 times the operations (Dao 2023, section 4.1).
+* Traffic, of everything but matrix products: each operator reads its inputs and writes its outputs once. Fused into one
+  operator are scale, mask and softmax; bias and GELU; and dropout and addition to the residual stream (as in Megatron).
 * Kernels: one per matrix product and operator. Norms and biases need one more for gradients of their parameters.
 * Saved activations: those of Korthikanti et al. 2022, section 4.1. With full attention, a plain MLP and dropout a layer
   saves ``sequence · hidden · (34 + 5 · heads · sequence / hidden)`` bytes; without dropout two masks less, with flash
   attention no scores.
-* Working memory: the bytes that a caching allocator holds for a block while it runs. It gives each size its own memory,
-  so every saved tensor's gradient counts, not only those that are alive together.
+* Working memory: the bytes that a caching allocator holds for a block while it runs. The allocator does not reuse
+  memory for another size, so the gradients of all saved tensors count, not only those that are alive together.
 """
 
 from __future__ import annotations
@@ -92,20 +92,22 @@ class TransformerConfig:
 
     @property
     def kv_width(self) -> int:
-        """Return the width of the keys, and of the values."""
+        """Return the width of the keys, which is also the width of the values."""
         return self.hidden // self.heads * (self.kv_heads or self.heads)
 
     @property
     def parameters(self) -> int:
-        """Return the number of parameters of the model; a tied matrix counts once."""
+        """Return the number of parameters of the model. A tied matrix counts once."""
         work = self.work("fp32")
         return sum(block.parameters for block in work.blocks) - sum(
             size // 4 for size, _ in work.ties
         )
 
     def work(self, precision: str = "bf16") -> ModelWork:
-        """Return the work of embedding, layers and head under the recipe named ``precision``
-        (:data:`~parallax.plan.analytic.recipe.RECIPES`)."""
+        """Return the work of embedding, layers and head in the given ``precision``.
+
+        ``precision`` is the name of a recipe (:data:`~parallax.plan.analytic.recipe.RECIPES`).
+        """
         how = recipe(precision)
         shape = _Shape(self, how)
         layer = shape.layer()
@@ -159,7 +161,10 @@ class _Op:
 
 
 class _Shape:
-    """The blocks of one model under one recipe: methods for single operations, then methods that sum them to blocks."""
+    """Computes the work of the blocks of one model under one recipe for precision.
+
+    The first methods describe single operations; the last ones sum them to blocks.
+    """
 
     def __init__(self, config: TransformerConfig, how: BytesPerParameter) -> None:
         self.c, self.how = config, how
@@ -168,12 +173,14 @@ class _Shape:
         self.mask = float(config.hidden * self.tokens) if config.dropout else 0.0
 
     def numbers(self, per_token: int) -> float:
-        """Return the bytes of ``per_token`` elements for every token of a row, in the type of matrix products."""
+        """Return the bytes of ``per_token`` elements for every token of a row, in the dtype of matrix products."""
         return float(self.how.compute * per_token * self.tokens)
 
     def linear(self, inner: int, outer: int, *, saves: bool = True, bias: bool = True) -> _Op:
-        """Return a matrix product from ``inner`` to ``outer`` elements per token. Its input is saved unless another
-        operation saves it. With ``bias`` the product adds a bias, whose gradient is a sum over the output's gradient.
+        """Return a matrix product from ``inner`` to ``outer`` elements per token.
+
+        ``saves`` is False if another operation already saves the input. With ``bias`` the product adds a bias, whose
+        gradient is a sum over the output's gradient.
         """
         flops = 2.0 * self.tokens * inner * outer
         biased = bias and self.c.bias
@@ -189,8 +196,10 @@ class _Shape:
         )
 
     def norm(self) -> _Op:
-        """Return a norm of the residual stream, with output in the type of matrix products. Its input is saved; two
-        statistics per token stay resident."""
+        """Return a norm of the residual stream, with its output in the dtype of matrix products.
+
+        The input is saved and may be offloaded. Two statistics per token are saved on the device.
+        """
         out = self.numbers(self.c.hidden)
         return _Op(
             traffic=(self.stream + out, 2 * self.stream + out, self.stream + out),
@@ -201,7 +210,7 @@ class _Shape:
         )
 
     def residual(self) -> _Op:
-        """Return dropout and addition to the residual stream; the mask of one byte per element is saved."""
+        """Return dropout and addition to the residual stream. The mask, one byte per element, is saved."""
         out = self.numbers(self.c.hidden)
         return _Op(
             traffic=(2 * self.stream + out + self.mask, self.stream + out + self.mask, 0.0),
@@ -209,10 +218,10 @@ class _Shape:
         )
 
     def attention(self) -> _Op:
-        """Return attention: scores, softmax, and the sum of the values weighted by the softmax. ``flash`` runs them as
-        one kernel; ``full`` runs them one by one, with all scores in memory.
+        """Return attention: scores, softmax, and the sum of the values weighted by the softmax.
 
-        ``full`` saves the softmax and, while it runs, also allocates the scores and their gradients.
+        ``flash`` runs all of this as one kernel. ``full`` runs one operator after another with all scores in memory. It
+        saves the softmax and, while it runs, also allocates the scores and their gradients.
         """
         c = self.c
         flops = 4.0 * self.tokens * self.tokens * c.hidden
@@ -246,25 +255,28 @@ class _Shape:
         return _Op(traffic=(moved, moved, 0.0), kernels=(2, 2, 0))
 
     def activation(self) -> _Op:
-        """Return the MLP's activation, GELU or the gate's SiLU times the other half, as one kernel; its inputs are
-        saved."""
+        """Return the MLP's activation as one kernel: GELU, or SiLU of the
+        gate times the other half. The inputs are saved.
+        """
         wide, inputs = self.numbers(self.c.width), 2 if self.c.gated else 1
         return _Op(traffic=((inputs + 1) * wide, (2 * inputs + 1) * wide, 0.0), saved=inputs * wide)
 
     def loss(self) -> _Op:
-        """Return cross-entropy: the largest logit, the sum, and the softmax, which is kept in full precision; the
-        backward computes softmax minus targets, in the type of the logits."""
+        """Return cross-entropy: the largest logit, the sum, and the softmax, which is saved in full precision.
+
+        The backward computes softmax minus targets, in the dtype of the logits.
+        """
         logits, softmax = self.numbers(self.c.vocabulary), self.softmax()
         return _Op(
             traffic=(2 * logits + softmax, softmax + logits, 0.0), kernels=(3, 2, 0), scratch=logits
         )
 
     def softmax(self) -> float:
-        """Return the bytes of the softmax that the loss keeps."""
+        """Return the bytes of the softmax that the loss saves."""
         return float(max(STATISTIC, self.how.compute) * self.tokens * self.c.vocabulary)
 
     def embedding(self) -> BlockWork:
-        """Return the block of token vectors and learned positions."""
+        """Return the block that computes token vectors and adds learned positions."""
         c = self.c
         tables = 2 if c.positions == "learned" else 1
         op = _Op(
@@ -299,8 +311,11 @@ class _Shape:
         return self.block("layer", ops, entering=self.stream, leaving=self.stream)
 
     def head(self, layer: BlockWork) -> BlockWork:
-        """Return the block of final norm, logits and loss. A caching allocator cannot place logits in the freed memory
-        of a layer's tensors, because sizes differ: a layer's working memory is still held while the head runs."""
+        """Return the block of final norm, logits and loss.
+
+        A caching allocator cannot place logits in the freed memory of a layer's tensors, because sizes differ. So a
+        layer's working memory is still held while the head runs.
+        """
         c = self.c
         ops = [self.norm(), self.linear(c.hidden, c.vocabulary, bias=False), self.loss()]
         alone = self.block("head", ops, entering=self.stream, leaving=self.numbers(c.vocabulary))
@@ -312,10 +327,12 @@ class _Shape:
         )
 
     def block(self, name: str, ops: Sequence[_Op], *, entering: float, leaving: float) -> BlockWork:
-        """Return the block with the summed work of ``ops``. In the backward, each saved tensor gets a gradient of its
-        size, and each parameter's gradient is added to the step's sum (three times its bytes of traffic). Autocast
-        casts weights in the forward, keeps the casts, and casts their gradients back. ``entering``, ``leaving``: bytes
-        of input and output."""
+        """Return the block with the summed work of ``ops``.
+
+        In the backward, each saved tensor gets a gradient of equal size, and each parameter's gradient is added to the
+        sum of the step (traffic of three times its bytes). Autocast casts weights in the forward, keeps the casts, and
+        casts the gradients back. ``entering`` and ``leaving`` are the bytes of input and output.
+        """
         how = self.how
         weights, parameters = (
             sum(op.weights for op in ops),

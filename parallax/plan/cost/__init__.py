@@ -1,1 +1,1 @@
-"""The cost of a stage: seconds and bytes of one rank, by term."""
+"""Compute the seconds and bytes that a pipeline stage costs a rank, by term."""

@@ -1,12 +1,13 @@
-"""The seconds of an all-reduce, and of a broadcast from every rank, computed from the links between the ranks.
+"""Predict the seconds of an all-reduce, and of broadcasts from every rank, from the links between the ranks.
 
 Inside a node, and between single ranks of several nodes, an all-reduce is a ring: 2·(n − 1) messages of 1/n of the
 bytes, one after the other (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
 workstations", section 3). If nodes hold several of the ranks, a flat ring would send everything over each node's
-slowest link; instead the node's ranks first reduce-scatter among themselves, then each all-reduces its shard with its
-counterparts of the other nodes over its own network card, then they all-gather (Mikami et al. 2018, "Massively
-Distributed SGD: ImageNet/ResNet-50 Training in a Flash", section 3.2; Cho et al. 2019, "BlueConnect", section 3). If
-ranks share the node's network this gains nothing: a flat ring crosses each node's link once.
+slowest link. Instead, the ranks of a node first reduce-scatter among themselves. Then each rank all-reduces its shard
+with its counterparts on the other nodes over its own network card. Finally the ranks of a node all-gather (Mikami et
+al. 2018, "Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash", section 3.2; Cho et al. 2019,
+"BlueConnect", section 3). If ranks share the node's network this has no advantage: a flat ring crosses each node's link
+once.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from parallax.plan.cluster import Cluster, Link
 
 
 def all_reduce_seconds(count: float, ranks: Sequence[int], cluster: Cluster) -> float:
-    """Return the seconds of an all-reduce of ``count`` bytes over ``ranks``, if their links are otherwise idle."""
+    """Return the seconds of an all-reduce of ``count`` bytes over ``ranks`` if their links have no other traffic."""
     return sum(all_reduce_parts(count, ranks, cluster))
 
 
 def all_reduce_parts(count: float, ranks: Sequence[int], cluster: Cluster) -> tuple[float, float]:
-    """Return the seconds of an all-reduce inside the nodes, and between them.
+    """Return the seconds that an all-reduce spends inside the nodes, and the seconds between them.
 
     If nodes hold different numbers of the ranks, the fullest node is the slowest inside, and the emptiest node has the
     largest shards to send over the network.
@@ -39,8 +40,10 @@ def all_reduce_parts(count: float, ranks: Sequence[int], cluster: Cluster) -> tu
 
 
 def _inside(count: float, members: int, cluster: Cluster, node: int) -> float:
-    """Return the seconds of an all-reduce of ``count`` bytes between ``members`` devices of a node: from measurements
-    of the node if there are any, else from the link."""
+    """Return the seconds of an all-reduce of ``count`` bytes between ``members`` devices of a node.
+
+    They follow from the node's measurements if there are any, otherwise from the link.
+    """
     if measured := cluster.nodes[node].reduce_seconds:
         byte = measured[min(members, len(measured)) - 1]
         return 2 * (members - 1) * cluster.local.latency_seconds + count * byte
@@ -48,8 +51,10 @@ def _inside(count: float, members: int, cluster: Cluster, node: int) -> float:
 
 
 def broadcast_seconds(count: float, members: int, link: Link) -> float:
-    """Return the seconds in which each of ``members`` in turn broadcasts its shard of ``count`` bytes, forwarded from
-    rank to rank in a pipeline."""
+    """Return the seconds in which ``members`` ranks, one after another, each broadcast a shard of ``count`` bytes.
+
+    Messages are forwarded from rank to rank in a pipeline.
+    """
     return (
         members * link.latency_seconds + count / link.bytes_per_second
         if members > 1 and count > 0
@@ -58,11 +63,13 @@ def broadcast_seconds(count: float, members: int, link: Link) -> float:
 
 
 def link_among(ranks: Sequence[int], cluster: Cluster) -> Link:
-    """Return the slowest link between two of the ranks."""
+    """Return the slowest link between any two of the ranks."""
     return cluster.local if len({cluster.node_of[rank] for rank in ranks}) < 2 else cluster.remote
 
 
 def _half_ring(count: float, members: int, link: Link) -> float:
-    """Return the seconds of a reduce-scatter or an all-gather of ``count`` bytes: ``members`` − 1 messages of one
-    shard, one after another."""
+    """Return the seconds of a reduce-scatter or an all-gather of ``count`` bytes.
+
+    It consists of ``members`` − 1 messages of one shard, one after another.
+    """
     return (members - 1) * (link.latency_seconds + count / members / link.bytes_per_second)

@@ -1,4 +1,4 @@
-"""Device bytes of the process groups of a rank with direct device-to-device transfers."""
+"""Device bytes of a rank's process groups, if tensors are sent directly between devices."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ def connection_bytes(
     replicas: int,
     beside: Beside | None = None,
 ) -> int:
-    """Return the device bytes of a rank's connections to other stages. ``parts``: blocks of its stages, each (first,
-    last + 1). A rank has two connections to every rank of the stages before and after each part, a process group for
-    each parameter tied with another stage, and one to gather outputs for a loss over the whole batch. ``beside``: the
-    replicas of the stages before and after; by default ``replicas`` each."""
+    """Return the device bytes of a rank's connections to other stages.
+
+    ``parts``: the blocks (first, last + 1) of each stage of the rank. A rank has two connections to every rank of the
+    stages before and after each of its stages, a process group for each parameter tied with another stage, and one to
+    gather outputs for a loss over the whole batch. ``beside``: the replica counts of the stages before and after; by
+    default ``replicas`` each.
+    """
     if not (device.collective_bytes or device.edge_bytes):
         return 0
     blocks, count = {block for part in parts for block in range(*part)}, len(profile.blocks)
@@ -36,7 +39,7 @@ def connection_bytes(
 
 
 def beside(pipeline: Pipeline, stage: int) -> Beside:
-    """Return the replica counts of the stages before and after one stage of a pipeline."""
+    """Return the replica counts of the stages before and after ``stage``."""
     entering, leaving = pipeline.entering(stage), pipeline.leaving(stage)
     return (
         pipeline.stages[entering.sender].replicas if entering is not None else 0,

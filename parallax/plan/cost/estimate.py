@@ -1,11 +1,11 @@
 """Estimate the memory that training a model needs, independent of any machine.
 
 On one device the result is a sum of terms (:meth:`parallax.plan.cost.stage.StageLoad.memory`), once with all
-activations kept and once with all recomputed. For a pipeline of n stages it is the memory of the fullest stage, for the
-partition that minimizes this memory. Under 1F1B, stage s holds up to n − s micro-batches, so early stages get fewer
-blocks. (A loss over the whole batch needs GPipe, under which each stage holds all micro-batches.) The minimum is found
-by bisection: a limit is feasible if all blocks are assigned when each stage, from the first on, takes as many blocks as
-fit.
+activations kept and once with all recomputed. For a pipeline of n stages it is the memory of the stage that needs most,
+in the partition that minimizes this memory. Under 1F1B, stage s holds up to n − s micro-batches, so early stages get
+fewer blocks. (A loss over the whole batch needs GPipe, under which each stage holds all micro-batches.) The minimum is
+found by bisection: a memory limit is feasible if each stage in turn takes as many blocks as fit and all blocks are
+assigned.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ ANY_DEVICE = Device(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageNeed:
-    """The bytes of the fullest stage of a pipeline of ``stages`` stages, with all activations kept, and with all
-    recomputed."""
+    """The bytes that the largest of ``stages`` pipeline stages needs,
+    with all activations kept and with all recomputed.
+    """
 
     stages: int
     keep_bytes: int
@@ -48,8 +49,10 @@ class StageNeed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """Device bytes by the terms of :meth:`parallax.plan.cost.stage.StageLoad.memory`, without the ``uncounted`` terms.
-    ``keep`` and ``recompute``: on one device, with all activations kept and with all recomputed. The other fields
-    describe pipelines under ``schedule``."""
+
+    ``keep`` and ``recompute`` are for one device, with all activations kept and with all recomputed. The other fields
+    are for pipelines under ``schedule``.
+    """
 
     model: str
     precision: str
@@ -64,8 +67,10 @@ class Estimate:
 
 
 def estimate(work: ModelWork, *, global_batch: int, microbatch: int | str = "auto") -> Estimate:
-    """Return the memory of training with ``global_batch`` rows per step in micro-batches of ``microbatch`` rows; auto
-    is one micro-batch."""
+    """Return the memory of training with ``global_batch`` rows per step in micro-batches of ``microbatch`` rows.
+
+    ``microbatch`` auto means one micro-batch per step.
+    """
     rows = global_batch if microbatch == "auto" else min(global_batch, int(microbatch))
     micro_batches = micro_batch_count(global_batch, rows)
     profile = without_seconds(work)
@@ -92,12 +97,12 @@ def estimate(work: ModelWork, *, global_batch: int, microbatch: int | str = "aut
 
 
 def stage_counts(blocks: int) -> list[int]:
-    """Return 1, 2, 4, … and the number of blocks."""
+    """Return the numbers of stages to estimate: 1, 2, 4, … and the number of blocks."""
     return [2**power for power in range(blocks.bit_length()) if 2**power < blocks] + [blocks]
 
 
 def without_seconds(work: ModelWork) -> ModelProfile:
-    """Return a profile with the bytes of ``work`` and without times, which would need a device."""
+    """Return a profile with the bytes of ``work`` and without times, which depend on the device."""
     blocks = tuple(
         BlockCost(
             forward_seconds=NOTHING,
@@ -140,7 +145,7 @@ _SIZES = (
 
 
 def _schedule(profile: ModelProfile) -> Schedule:
-    """Return the schedule with the fewest micro-batches in flight; GPipe for a loss over the whole batch."""
+    """Return the schedule with the fewest micro-batches in flight, or GPipe for a loss over the whole batch."""
     return GPIPE if profile.gathered_rows else ONE_FORWARD_ONE_BACKWARD
 
 
@@ -158,7 +163,7 @@ def _terms(
 def _fullest(
     profile: ModelProfile, directive: Directive, rows: int, micro_batches: int, stages: int
 ) -> int:
-    """Return the bytes of the fullest stage of the best partition."""
+    """Return the bytes of the largest stage in the partition that minimizes them."""
     schedule = _schedule(profile)
     in_flight_by_stage = [
         schedule.in_flight(stages, stage, micro_batches) for stage in range(stages)
@@ -185,7 +190,7 @@ def _fullest(
 
 
 class _ChainPartitioner:
-    """Partitions a model into stages so that none exceeds a limit, if that is possible."""
+    """Partitions a chain of blocks into stages such that no stage exceeds a memory limit."""
 
     def __init__(self, profile: ModelProfile, directive: Directive, rows: int) -> None:
         costs, loads = (
@@ -206,8 +211,7 @@ class _ChainPartitioner:
     def partition(
         self, limit: float, in_flight_by_stage: Sequence[int]
     ) -> list[tuple[int, int]] | None:
-        """Return the blocks (first, last + 1) of each stage; None if there is no such partition. Every stage gets at
-        least one block."""
+        """Return the blocks (first, last + 1) of each stage, at least one per stage; None if no partition fits."""
         bounds, start, blocks = [], 0, len(self._static)
         for stage, in_flight in enumerate(in_flight_by_stage):
             most = blocks - (len(in_flight_by_stage) - stage - 1)
@@ -219,7 +223,9 @@ class _ChainPartitioner:
         return bounds if start == blocks else None
 
     def _reach(self, start: int, most: int, limit: float, in_flight: int) -> int:
-        """Return the index after the last block that fits a stage that begins at block ``start``."""
+        """Return the index after the last block of the longest stage that
+        begins at block ``start`` and fits ``limit``.
+        """
         stop, total, work = start, self._enters[start], 0.0
         for index in range(start, most):
             total += self._static[index] + in_flight * self._kept[index]

@@ -1,8 +1,9 @@
-"""The costs of forwards alone, as in evaluation and inference: seconds, and the peak device bytes of each rank.
+"""Predict the costs of evaluation and inference, which run forwards only: seconds, and peak device bytes of each rank.
 
-:func:`task_costs` turns the profile of a model into one of its forwards, on which the search and the simulator run. A
-forward without a graph saves nothing: a block's tensors are freed when it ends, except its outputs. Parameters have no
-gradients, no optimizer states and no full-precision copies, as if all of them were frozen. Beside them::
+:func:`task_costs` turns the profile of a model's training into one of its forwards, which the search and the simulator
+then use. A forward without an autograd graph saves nothing: a block's tensors are freed when the block ends, except its
+outputs. Parameters have no gradients, optimizer states or full-precision copies, as if all were frozen. The device
+memory also includes::
 
     workspace     the largest block: its input, its output, the tensors that it would save in training, and its
                   temporary ones; with a loss, what the loss would save and copies of the outputs for metrics; or one
@@ -48,8 +49,10 @@ _METRIC_COPIES = 5
 
 
 def task_costs(profile: ModelProfile, task: PlanTask) -> ModelProfile:
-    """Return the costs of a step of ``task``: ``profile`` itself for training, else that of the model's forwards, with
-    all parameters frozen."""
+    """Return the costs of a step of ``task``.
+
+    For training this is ``profile`` itself, otherwise a profile of the model's forwards with all parameters frozen.
+    """
     if task.trains:
         return profile
     *blocks, last = [_forward_cost(cost) for cost in profile.blocks]
@@ -94,9 +97,11 @@ def _forward_cost(cost: BlockCost) -> BlockCost:
 
 
 def forward_plan(profile: ModelProfile, cluster: Cluster, plan: Plan) -> Plan:
-    """Return ``plan`` for forwards only: without saved activations, optimizer states and times. Its prediction is the
-    peak memory of a forward over ``plan.global_batch`` rows. Raises :class:`InfeasiblePlan` if a rank does not fit its
-    device in ``cluster``."""
+    """Return ``plan`` reduced to forwards, without saved activations, optimizer states and times.
+
+    The prediction is the peak memory of a forward over ``plan.global_batch`` rows. Raises :class:`InfeasiblePlan` if a
+    rank does not fit its device in ``cluster``.
+    """
     costs = task_costs(profile, PlanTask.INFERENCE)
     kept = [_without_training(stage) for stage in plan.stages]
     stages = with_offload_bytes(costs, kept, plan.pipeline_ranks)
@@ -131,8 +136,9 @@ def forward_plan(profile: ModelProfile, cluster: Cluster, plan: Plan) -> Plan:
 
 
 def _check(rank: int, found: RankPrediction, plan: Plan, device: Device) -> None:
-    """Raise :class:`InfeasiblePlan` if a rank does not fit its device, or if its parameters do not fit the offload
-    tier."""
+    """Raise :class:`InfeasiblePlan` if a rank does not fit its device, or
+    if its parameters do not fit the offload tier.
+    """
     for needed, given, where, remedy in (
         (found.peak_bytes, device.memory_bytes, "device memory", "plan.parameters=host"),
         (found.tier_peak_bytes, device.tier_bytes, f"tier {device.tier}", "plan.parameters=device"),
@@ -166,8 +172,10 @@ def _loads(
 def forward_memory(
     costs: ModelProfile, plan: Pipeline, loads: Mapping[int, StageLoad], device: Device
 ) -> dict[str, int]:
-    """Return the device bytes of a rank by term. ``costs``: of the forwards (:func:`task_costs`); ``loads``: by stage,
-    from these costs."""
+    """Return the device bytes of a rank by term.
+
+    ``costs`` are the costs of the forwards (:func:`task_costs`), from which the ``loads`` of the stages were computed.
+    """
     total = rank_memory([(load, 0, 0) for load in loads.values()])
     found = [_passing(costs, plan, stage, load, device) for stage, load in loads.items()]
     total["boundary"] += sum(passing["boundary"] for passing in found)
@@ -182,8 +190,11 @@ def forward_memory(
 def _passing(
     costs: ModelProfile, plan: Pipeline, stage: int, load: StageLoad, device: Device
 ) -> dict[str, int]:
-    """Return the memory terms, in bytes, by which a forward of a stage differs from training. ``boundary``: beside the
-    messages in transit that training counts, too."""
+    """Return the memory terms, in bytes, in which a forward of a stage differs from training.
+
+    ``boundary`` counts the model's inputs and the waiting messages. These are in addition to the messages in transit,
+    which training counts as well.
+    """
     planned, rows = plan.stages[stage], _rows(plan, stage)
     blocks = costs.blocks[planned.start : planned.stop]
     work = max(cost.forward_work.at(rows) + cost.output.at(rows) for cost in blocks)
@@ -203,8 +214,11 @@ def _passing(
 
 
 def _most_waiting(plan: Pipeline, edge: Edge) -> int:
-    """Return the largest number of messages on ``edge`` that wait for their receiver. On a local edge they wait until
-    the receiving stage runs. On other edges the channel limits how many messages the sender may be ahead."""
+    """Return the largest number of messages on ``edge`` that wait for their receiver.
+
+    On a local edge they wait until the receiving stage runs. On other edges the channel limits how many messages the
+    sender may be ahead.
+    """
     if not plan.is_local(edge):
         return max(plan.messages_ahead(edge.sender), _STAGED)
     now = most = 0

@@ -1,8 +1,8 @@
-"""The bytes of each stage of a plan in the offload tier, except activations.
+"""Compute the bytes of each stage's parameters and optimizer states in the offload tier.
 
-The offloaded optimizer states of a stage are a share of its own parameters' states, with one exception: if one stage
-steps a tied parameter in the offload tier, all stages that hold it do, because device kernels may round differently. So
-these bytes depend on all stages.
+Normally a stage offloads a share of its own parameters' optimizer states. But if one stage steps a tied parameter in
+the offload tier, all stages that hold the parameter do so, because device kernels may round differently. So these bytes
+depend on all stages.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from parallax.plan.profile import ModelProfile
 def with_offload_bytes(
     profile: ModelProfile, stages: Sequence[StagePlan], pipeline_ranks: int
 ) -> tuple[StagePlan, ...]:
-    """Return ``stages``, on ``pipeline_ranks`` pipeline ranks, with limits on their optimizer states and parameters in
-    the offload tier: ``state_bytes`` and ``streamed_bytes``."""
+    """Return ``stages`` with ``state_bytes`` and ``streamed_bytes`` set.
+
+    These are limits on the bytes of optimizer states and of parameters in the offload tier. The stages are on
+    ``pipeline_ranks`` pipeline ranks.
+    """
     shares = [  # all stages of one pipeline rank have the same share
         max(stage.optimizer_offload for stage in stages[pipeline_rank::pipeline_ranks])
         for pipeline_rank in range(pipeline_ranks)
@@ -40,9 +43,12 @@ def with_offload_bytes(
 def _state_bytes(
     profile: ModelProfile, sizes: Sizes, stage: StagePlan, share: float, forced: int
 ) -> int:
-    """Return the tier bytes of a replica's optimizer states: its shard of the offloaded ``share`` of the states,
-    rounded up to whole parameters, and the states of ``forced`` further bytes of parameters. The masters of offloaded
-    parameters are not included, because they are counted with these parameters."""
+    """Return the bytes of a replica's optimizer states in the offload tier.
+
+    These are the replica's shard of the offloaded ``share`` of the states, rounded up to whole parameters, and the
+    states of ``forced`` further bytes of parameters. Master copies of offloaded parameters are counted with the
+    parameters.
+    """
     per_byte = profile.optimizer_bytes + profile.master_bytes
     whole, largest = math.ceil(sizes.trained * per_byte), sizes.parameter * per_byte
     lower = min(whole, math.floor(whole * share + largest)) if share else 0
@@ -55,8 +61,11 @@ def _state_bytes(
 
 
 def _streamed_bytes(profile: ModelProfile, sizes: Sizes, share: float) -> int:
-    """Return the offload bytes of a ``share`` of the parameters, rounded up to whole blocks, with gradients and masters
-    of the trained ones. One block counts twice, because its new data are written before its old data are freed."""
+    """Return the bytes of a ``share`` of the parameters in the offload tier, with gradients and master copies.
+
+    The share is rounded up to whole blocks. One block counts twice, because its new data is written before its old data
+    is freed.
+    """
     if not share:
         return 0
     block = sizes.offloadable_block
@@ -67,8 +76,9 @@ def _streamed_bytes(profile: ModelProfile, sizes: Sizes, share: float) -> int:
 
 
 def _forced(profile: ModelProfile, stages: Sequence[StagePlan], pipeline_ranks: int) -> list[int]:
-    """Return, for each stage, the bytes of the tied parameters that it steps in the offload tier only because another
-    pipeline rank does."""
+    """Return, for each stage, the bytes of tied parameters that it must step in
+    the offload tier because another pipeline rank does.
+    """
     forced = [0] * len(stages)
     for size, users in profile.ties:
         having = [

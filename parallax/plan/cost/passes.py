@@ -1,8 +1,9 @@
-"""The cost of one pass of a micro-batch through a stage: bytes, and the seconds of each run of blocks.
+"""Compute the bytes and seconds of one pass of a micro-batch through a stage.
 
 A pass is a forward, a backward, or the weight-gradient pass (W) of a split backward. Only blocks that keep their
-activations run W later. Recomputed and prefetched activations are not held until then, so their blocks run B and W
-together. Gradients of offloaded parameters are fetched and written by the pass that computes them.
+activations run W later. Recomputed and prefetched activations are not held until then, so their blocks run the
+input-gradient pass (B) and W together. Gradients of offloaded parameters are fetched and written by the pass that
+computes them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from parallax.plan.schedule import Kind
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Consecutive blocks that compute without interruption. ``moved``: bytes of block ``block`` that are offloaded
-    after them, or prefetched before them."""
+    """A part of a pass: consecutive blocks that compute without interruption.
+
+    ``moved`` is the bytes of block ``block`` that are offloaded after these blocks or prefetched before them.
+    """
 
     seconds: float
     block: int = -1
@@ -28,7 +31,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Bytes of saved activations, the part of them that the loss saved, and the workspace of the running block."""
+    """Bytes of saved activations, of the part that the loss has saved, and of the running block's workspace."""
 
     kept: int = 0
     loss: int = 0
@@ -41,7 +44,10 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Rise:
-    """The change of a rank's bytes by a pass: the largest increase during it, and the increase at its end."""
+    """The change of a rank's memory by a pass through a stage.
+
+    It is the largest increase during the pass, and the increase that is left at the end.
+    """
 
     most: Bytes
     left: Bytes
@@ -49,9 +55,11 @@ class Rise:
 
 @dataclass(frozen=True)
 class Passes:
-    """The costs of forward and backward passes through one stage: seconds, offloaded bytes, and the change of memory.
+    """The costs of the passes through one stage: seconds, offloaded bytes, and the change of memory.
 
-    ``load`` has the stage's costs, ``directives`` one directive per block. ``split``: backwards are split."""
+    ``load`` has the stage's costs. ``directives`` has one directive (keep, offload, recompute) per block. ``split`` is
+    True if the schedule splits backwards.
+    """
 
     load: StageLoad
     directives: Sequence[Directive]
@@ -68,7 +76,7 @@ class Passes:
 
     @cached_property
     def streaming(self) -> dict[Kind, tuple[float, float]]:
-        """Return, for each kind of pass, the bytes of offloaded parameters and gradients that it fetches and writes."""
+        """Return the bytes of offloaded parameters and gradients that each kind of pass fetches and writes."""
         states = self.load.states
         later = states.written_bytes * self._deferred_share
         return {
@@ -78,7 +86,7 @@ class Passes:
         }
 
     def adding_seconds(self, kind: Kind) -> float:
-        """Return the seconds for which a backward or a weight-gradient pass adds its gradients to stored ones."""
+        """Return the seconds that a pass of this ``kind`` needs to add its gradients to the stored ones."""
         share = self._deferred_share
         part = share if kind is Kind.BACKWARD_WEIGHT else 1 - share
         return self.load.states.adding_seconds * part
@@ -96,14 +104,17 @@ class Passes:
 
     @cached_property
     def recomputed(self) -> float:
-        """Return the fraction of the backward that recomputes the forward."""
+        """Return the fraction of the backward's seconds in which it recomputes the forward."""
         again = sum(block.recompute_seconds for block in self.load.blocks)
         whole = sum(block.backward_seconds for block in self.load.blocks) - self.weight_seconds
         return again / whole if whole > 0 else 0.0
 
     @cached_property
     def forward(self) -> tuple[Pass, ...]:
-        """Return a forward as runs of consecutive blocks. Each run but the last ends with a block that is offloaded."""
+        """Return a forward as parts of consecutive blocks.
+
+        Each part except the last ends with a block that is offloaded.
+        """
         runs, seconds = [], 0.0
         for index, block in enumerate(self.load.blocks):
             seconds += block.forward_seconds
@@ -114,7 +125,7 @@ class Passes:
 
     @cached_property
     def backward(self) -> tuple[Pass, ...]:
-        """Return a backward as runs of consecutive blocks. An offloaded block is a run of its own."""
+        """Return a backward as parts of consecutive blocks. Each offloaded block is a separate part."""
         runs, seconds = [], 0.0
         for index, block in reversed(list(enumerate(self.load.blocks))):
             if block.moved_bytes > 0:
@@ -128,7 +139,7 @@ class Passes:
 
     @cached_property
     def rises(self) -> dict[Kind, Rise]:
-        """Return the change of the rank's bytes by each kind of pass."""
+        """Return the change of the rank's memory by each kind of pass."""
         return {
             kind: self._rise(kind) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         }
@@ -146,8 +157,10 @@ class Passes:
         return Rise(most, now)
 
     def _change(self, kind: Kind, index: int, block: BlockLoad) -> tuple[int, int]:
-        """Return the bytes by which a block's pass changes the kept activations, and the part of them that the loss
-        saved."""
+        """Return the bytes by which the pass of one block changes the saved activations.
+
+        The second number is the part of them that the loss has saved.
+        """
         if kind is Kind.FORWARD:
             return block.kept_bytes, block.loss_bytes
         if kind is Kind.BACKWARD_WEIGHT:
@@ -163,5 +176,5 @@ class Passes:
         return [pair for pair in reversed(blocks) if kind is Kind.BACKWARD or self._later(pair[0])]
 
     def _later(self, index: int) -> bool:
-        """Return whether a block's weight-gradient pass runs separately."""
+        """Return whether the weight-gradient pass of block ``index`` runs separately."""
         return self.split and self.directives[index] is Directive.KEEP

@@ -1,7 +1,7 @@
-"""The peak device bytes of a rank in one step, by term.
+"""Predict the peak device bytes of a rank in one step, by term.
 
-Saved and freed bytes depend only on the order of the rank's actions, not on their times, so one pass over the list
-computes the peak. Swapped activations may fill the swap limit whenever copies are slower than predicted, so the peak
+Saved and freed bytes depend only on the order of the rank's actions, not on their times, so one traversal of the list
+computes the peak. If copies are slower than predicted, offloaded activations may fill the swap limit, so the peak
 includes the whole limit.
 """
 
@@ -24,7 +24,7 @@ def peak_memory(
     passes: Callable[[Action], Passes],
     stages: Sequence[tuple[StageLoad, int]],
 ) -> dict[str, int]:
-    """Return the device bytes by term at the peak: the moment in a rank's list at which their sum is largest.
+    """Return the device bytes by term at the moment in a rank's action list at which their sum is largest.
 
     ``passes(action)`` returns the costs of the action's stage. ``stages``: (load, swap limit) of each stage of the
     rank, for its largest micro-batch.
@@ -44,22 +44,27 @@ def peak_memory(
 
 
 def with_kept(terms: dict[str, int], device: Device) -> tuple[dict[str, int], bool]:
-    """Return the ``terms`` of a rank's peak with the freed memory that the allocator of ``device`` keeps for reuse, if
-    the sum is within the budget. Also return whether the allocator must instead return all freed memory to the system
-    at once."""
+    """Return the ``terms`` of a rank's peak, including freed memory that the allocator keeps for reuse if that fits.
+
+    The second result is True if it does not fit the budget, so that the allocator must return all freed memory to the
+    system at once.
+    """
     if bytes_above_budget(terms, device) > 0:
         return terms, device.kept_share > 0
     return {**terms, "allocator": terms["allocator"] + _kept_bytes(terms, device)}, False
 
 
 def bytes_above_budget(terms: dict[str, int], device: Device) -> int:
-    """Return the bytes by which a rank's peak exceeds its budget if the allocator keeps freed memory
-    (:func:`with_kept`)."""
+    """Return the bytes by which a rank's peak would exceed its budget if the allocator kept freed memory.
+
+    See :func:`with_kept`.
+    """
     return sum(terms.values()) + _kept_bytes(terms, device) - device.memory_bytes
 
 
 def _kept_bytes(terms: dict[str, int], device: Device) -> int:
-    """Return the freed memory that malloc keeps, and the gaps between allocations, in bytes; a formula fitted to
-    measurements."""
+    """Return the bytes of freed memory that malloc keeps and of gaps between
+    allocations, by a formula fitted to measurements.
+    """
     freed = passing_bytes(terms) + _BLOCKS_KEPT * terms["workspace"] + terms["staging"] / 4
     return math.ceil(device.kept_share * freed)

@@ -1,6 +1,7 @@
-"""The cost of one replica of one stage: seconds and bytes from a profile, for given rows and directives.
+"""Compute the seconds and bytes of one replica of one stage from a profile, for given rows and directives.
 
-Bytes are whole: the value of a line through two measurements is rounded up. Device bytes of a rank at any time::
+A directive says whether a block keeps, offloads or recomputes its activations. Bytes are rounded up to whole numbers.
+Device bytes of a rank at any time::
 
     static                      parameters, gradients, optimizer states, master copies, buffers, the device's reserve,
                                 its context, the groups of its replicas, and the connections to other stages
@@ -37,7 +38,8 @@ class BlockLoad:
     ``kept_bytes``         saved activations that stay on the device
     ``loss_bytes``         the part of ``kept_bytes`` that the loss saves
     ``moved_bytes``        saved activations that are offloaded
-    ``forward_work``       workspace of the forward; ``backward_work``: of the backward
+    ``forward_work``       workspace of the forward
+    ``backward_work``      workspace of the backward
     ``deferred_bytes``     bytes held between the input-gradient and the weight-gradient pass, in place of
                            ``kept_bytes``
     ``trained_bytes``      bytes of the block's trained parameters
@@ -70,7 +72,8 @@ PASSING = ("activations", "loss", "swap", "boundary", "workspace")  # transient 
 class StageLoad:
     """The cost of one stage on one rank, as far as it does not depend on the schedule.
 
-    ``parameter_bytes``   all parameters, offloaded ones included; ``trained_bytes``: those with a gradient
+    ``parameter_bytes``   all parameters, offloaded ones included
+    ``trained_bytes``     parameters that have a gradient
     ``boundary_bytes``    tensors in transit from and to other stages, inputs copied ahead, and outputs that are
                           gathered for one loss
     ``passed_bytes``      the part of ``boundary_bytes`` that a rank with several stages holds for only one of them at a
@@ -104,14 +107,15 @@ class StageLoad:
 
     @property
     def update_seconds(self) -> float:
-        """Return the seconds by which the optimizer's step prolongs a training step, including the wait of the next
-        forward for transfers of offloaded states."""
+        """Return the seconds that the optimizer's step adds to a training step.
+
+        They include the time that the next forward waits for transfers of offloaded states.
+        """
         return self.states.update_seconds + self.waiting_seconds([self])
 
     @staticmethod
     def waiting_seconds(loads: Iterable[StageLoad]) -> float:
-        """Return the seconds for which the first forwards of one rank's stages wait for transfers of offloaded
-        states."""
+        """Return the seconds that the first forwards of one rank's stages wait for transfers of offloaded states."""
         return max(0.0, sum(load.states.ahead_seconds - load.first_seconds for load in loads))
 
     @property
@@ -122,7 +126,7 @@ class StageLoad:
 
     @property
     def compute_seconds(self) -> float:
-        """Return the seconds of forward and backward of one micro-batch, recomputation included."""
+        """Return the seconds of forward and backward of one micro-batch, including recomputation."""
         return sum(block.forward_seconds + block.backward_seconds for block in self.blocks)
 
     @property
@@ -137,17 +141,18 @@ class StageLoad:
 
     @property
     def smallest_swap_limit(self) -> int:
-        """Return the swap limit that the backward of the largest offloaded block needs."""
+        """Return the smallest swap limit, in bytes, with which the backward of the largest offloaded block fits."""
         return max((block.moved_bytes for block in self.blocks), default=0)
 
     @property
     def work_bytes(self) -> int:
-        """Return the largest workspace of a block."""
+        """Return the workspace of the block that needs the largest."""
         return max(max(block.forward_work, block.backward_work) for block in self.blocks)
 
     def memory(self, in_flight: int, swap_limit: int) -> dict[str, int]:
-        """Return the device bytes of the rank by term, with ``in_flight`` micro-batches between forward and
-        backward."""
+        """Return the device bytes of the rank by term, with ``in_flight``
+        micro-batches between forward and backward.
+        """
         loss = in_flight * sum(block.loss_bytes for block in self.blocks)
         passing = {
             "activations": in_flight * self.kept_bytes - loss,
@@ -179,8 +184,11 @@ class StageLoad:
 
 
 def rank_memory(stages: Sequence[tuple[StageLoad, int, int]]) -> dict[str, int]:
-    """Return the device bytes of a rank by term. ``stages``: (load, micro-batches in flight, swap limit) of each stage.
-    Bytes of the process count once, and the stages share one window of offloaded parameters and states."""
+    """Return the device bytes of a rank by term.
+
+    ``stages``: (load, micro-batches in flight, swap limit) of each stage. Bytes of the process count once, and the
+    stages share the device memory for fetched blocks of offloaded parameters and states.
+    """
     terms: dict[str, int] = {}
     for load, in_flight, limit in stages:
         for term, size in load.memory(in_flight, limit).items():
@@ -197,15 +205,17 @@ def rank_memory(stages: Sequence[tuple[StageLoad, int, int]]) -> dict[str, int]:
 
 
 def passing_bytes(terms: dict[str, int]) -> int:
-    """Return the transient bytes of :func:`rank_memory`."""
+    """Return the bytes in ``terms`` (:func:`rank_memory`) that are held only for a part of the step."""
     return sum(terms[term] for term in PASSING)
 
 
 def load_block(
     cost: BlockCost, directive: Directive, rows: float, *, speed: float = 1.0, split: bool = False
 ) -> BlockLoad:
-    """Return the load of one block under one directive, on a device of a ``speed`` relative to the profile's. With
-    ``split`` backwards, a block that keeps its activations has a separate weight-gradient pass."""
+    """Return the cost of one block under one directive, on a device with ``speed`` relative to the profile's device.
+
+    With ``split`` backwards, a block that keeps its activations has a separate weight-gradient pass.
+    """
     saved, stays = math.ceil(cost.moved.at(rows)), math.ceil(cost.stays.at(rows))
     forward = cost.forward_seconds.at(rows) / speed
     backward = cost.backward_seconds.at(rows) / speed
@@ -265,13 +275,14 @@ def load_stage(
     visits: Visits = EACH_MICRO_BATCH,
     boundaries_held: int = 0,
 ) -> StageLoad:
-    """Return the load of a stage on ``device``, for ``rows`` rows per micro-batch. The stage begins at block ``start``
-    and has one directive per block, on each of ``replicas``.
+    """Return the cost of a stage on ``device``, for ``rows`` rows per micro-batch.
 
-    ``offload``: the offloaded shares of its states. ``split``: the schedule splits backwards. ``inputs_ahead``: the
-    model's inputs are copied one micro-batch early. ``beside``: the replicas of the neighbouring stages
-    (:func:`connection_bytes`). ``visits``: the visits of its blocks. ``boundaries_held``: see
-    :func:`parallax.plan.plan.boundaries_held`.
+    The stage begins at block ``start``, has one directive per block, and runs on ``replicas`` ranks.
+
+    ``offload``: the offloaded fractions of states and parameters. ``split``: the schedule splits backwards.
+    ``inputs_ahead``: the model's inputs are copied one micro-batch early. ``beside``: the replica counts of the stages
+    before and after (:func:`connection_bytes`). ``visits``: how many consecutive micro-batches each block computes.
+    ``boundaries_held``: see :func:`parallax.plan.plan.boundaries_held`.
     """
     stop = start + len(directives)
     costs = profile.blocks[start:stop]
@@ -318,7 +329,7 @@ def load_planned(
     visits: Visits = EACH_MICRO_BATCH,
     boundaries_held: int = 0,
 ) -> StageLoad:
-    """Return the load of ``stage``, a stage of a plan, for ``rows`` rows of a micro-batch."""
+    """Return the cost of ``stage``, a stage of a plan, for micro-batches of ``rows`` rows."""
     return load_stage(
         profile,
         stage.start,
@@ -336,5 +347,7 @@ def load_planned(
 
 
 def gap_bytes(device: Device, tensor_bytes: float) -> int:
-    """Return the bytes that the allocator reserves but does not use, if blocks pass on tensors of ``tensor_bytes``."""
+    """Return the bytes that the allocator reserves but does not use, if
+    the tensors between blocks have ``tensor_bytes``.
+    """
     return math.ceil(device.gap_tensors * tensor_bytes)

@@ -1,4 +1,6 @@
-"""Bytes of parameters, gradients and optimizer states of a stage on one rank: on the device, and offloaded."""
+"""Compute the bytes of a stage's parameters, gradients and optimizer
+states on one rank: on the device, and offloaded.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,11 @@ from parallax.plan.profile import ModelProfile
 
 
 class OffloadFractions(NamedTuple):
-    """The shares of the optimizer's states, and of parameters with their gradients, that are offloaded. ``sharded``:
-    each replica holds and steps its shard of the states on the device, and sends the new parameters to the others."""
+    """The fractions of the optimizer states, and of the parameters with their gradients, that are offloaded.
+
+    ``sharded``: each replica holds and steps only a shard of the states on the device, and broadcasts the new
+    parameters.
+    """
 
     optimizer: float = 0.0
     parameters: float = 0.0
@@ -39,19 +44,21 @@ class StateLoad:
     and updates.
 
     On the device for the whole run: ``parameter_bytes``, ``gradient_bytes``, ``optimizer_bytes``, ``master_bytes``, and
-    ``communicator_bytes``, the process groups in which replicas sum gradients (offloaded gradients have their own).
+    ``communicator_bytes``, the process groups in which replicas sum gradients (offloaded gradients have separate
+    groups).
 
     On the device for a part of the step:
 
-    ``staging_bytes``       blocks fetched from the tier; all stages of a rank together hold at most the largest
-                            ``most_staging_bytes`` of any of them
-    ``summing_bytes``       copies of gradients while replicas sum them; all stages of a rank together hold at most
-                            ``most_summing_bytes``
+    ``staging_bytes``       blocks fetched from the tier
+    ``summing_bytes``       copies of gradients while replicas sum them
+    ``most_staging_bytes``  upper bound on ``staging_bytes`` for all stages of a rank together: the largest of any stage
+    ``most_summing_bytes``  the same for ``summing_bytes``
 
     In the offload tier, and on the link to it:
 
     ``host_bytes``          bytes in the tier
-    ``read_bytes``          bytes fetched by each pass of a micro-batch; ``written_bytes``: bytes its backward writes
+    ``read_bytes``          bytes fetched by each pass of a micro-batch
+    ``written_bytes``       bytes written by the backward of a micro-batch
     ``streaming_seconds``   seconds of these transfers
     ``adding_seconds``      seconds per micro-batch for which the backward waits to add gradients to stored ones
     ``update_seconds``      seconds of the optimizer's step after the last micro-batch
@@ -89,15 +96,15 @@ class StateLoad:
 
 
 class Sizes(NamedTuple):
-    """Bytes of a stage's parameters. A parameter is offloadable unless several blocks use it.
+    """Bytes of a stage's parameters. A parameter can be offloaded unless several blocks use it.
 
     ``parameters``           all parameters
     ``block``                parameters of the largest block
     ``parameter``            the largest trained parameter
     ``trained``              all trained parameters
-    ``offloadable``          all offloadable parameters
-    ``offloadable_trained``  the trained ones of these
-    ``offloadable_block``    the offloadable parameters of the largest block
+    ``offloadable``          all parameters that can be offloaded
+    ``offloadable_trained``  all trained parameters that can be offloaded
+    ``offloadable_block``    the parameters of one block that can be offloaded, for the largest such block
     """
 
     parameters: int
@@ -128,11 +135,11 @@ class Sizes(NamedTuple):
         )
 
     def offloaded(self, share: float) -> int:
-        """Return the offloaded bytes if a fraction ``share`` of the offloadable parameters is offloaded."""
+        """Return the offloaded bytes if a fraction ``share`` of the parameters that can be offloaded is offloaded."""
         return math.floor(self.offloadable * share)
 
     def most_trained(self, part: int) -> int:
-        """Return an upper bound on the trained bytes among ``part`` bytes of offloadable parameters."""
+        """Return an upper bound on the trained bytes in ``part`` bytes of parameters that can be offloaded."""
         return min(part, self.offloadable_trained)
 
     def least_trained(self, part: int) -> int:
@@ -140,7 +147,7 @@ class Sizes(NamedTuple):
 
 
 def tied_bytes(ties: Sequence[tuple[int, tuple[int, ...]]], start: int, stop: int) -> int:
-    """Return the bytes of the parameters of blocks ``start`` to ``stop`` that several blocks share."""
+    """Return the bytes of parameters of the blocks ``start`` to ``stop`` − 1 that several blocks share."""
     return sum(size for size, users in ties if any(start <= user < stop for user in users))
 
 
@@ -154,15 +161,15 @@ def load_states(
     split: bool = False,
     visits: Visits = EACH_MICRO_BATCH,
 ) -> StateLoad:
-    """Return the load of parameters of these ``sizes`` in training, on one of ``replicas``. ``split``: the schedule
-    splits backwards. ``visits``: how often offloaded parameters are fetched.
+    """Return the bytes and seconds of parameters of these ``sizes`` in training, on one of ``replicas``.
 
-    Offloaded optimizer states are stepped in the tier: their gradients are written and their parameters read back. If
-    the tier cannot step, the states of three buckets at a time are fetched instead. Offloaded parameters are fetched
-    for each forward and each backward, two blocks at a time; the gradients of a block are added to those in the tier
-    and written. Replicas together hold one copy of offloaded states, unless the parameters are offloaded too, and one
-    copy of resident states if these are sharded. Shares are rounded up to whole parameters. The caller does not say
-    which of the trained parameters are offloaded, so device and tier both count the maximum.
+    ``split``: the schedule splits backwards. ``visits``: how often offloaded parameters are fetched. Offloaded
+    optimizer states are stepped in the tier: the gradients are written there, and the parameters are read back. If the
+    tier cannot step, the states of three buckets at a time are fetched instead. Offloaded parameters are fetched for
+    each forward and each backward, two blocks at a time. The gradients of a block are added to those in the tier and
+    written. Replicas together hold one copy of offloaded states, unless the parameters are offloaded too, and one copy
+    of resident states if these are sharded. Shares are rounded up to whole parameters. The fractions do not tell which
+    of the trained parameters are offloaded, so device and tier both count the maximum.
     """
     per_byte = profile.optimizer_bytes + profile.master_bytes
     states = math.ceil(sizes.trained * per_byte)
@@ -207,17 +214,20 @@ def load_states(
 
 
 def _state_bucket_bytes(profile: ModelProfile, sizes: Sizes) -> int:
-    """Return the most bytes of parameters whose states are fetched together."""
+    """Return the largest bytes of parameters whose states are fetched together."""
     return max(STATE_BUCKET_BYTES, 0 if profile.divides else sizes.parameter)
 
 
 def _update_seconds(
     profile: ModelProfile, device: Device, here: float, offloaded: float, moving: float
 ) -> float:
-    """Return the seconds of an optimizer step over ``here`` bytes of parameters on the device and ``offloaded`` bytes
-    in the tier. ``moving`` bytes of the latter are copied to a tier that steps them, and back. The host's seconds per
-    byte follow from its memory bandwidth, and count as no less than those measured on the device. The host's step
-    counts in full although it overlaps with the next forward, because its cores may be busy with that."""
+    """Return the seconds of an optimizer step over parameters on the device and in the offload tier.
+
+    ``here`` is the bytes of parameters on the device and ``offloaded`` the bytes in the tier. Of the latter, ``moving``
+    bytes are copied to a tier that steps them, and back. The host's seconds per byte follow from its memory bandwidth,
+    but are at least those measured on the device. The host's step counts in full although it overlaps with the next
+    forward, because the forward may keep its cores busy.
+    """
     byte = profile.optimizer_seconds / device.speed
     seconds = here * byte + offloaded * max(byte, device.host_update_seconds)
     if device.swaps_to.steps:
@@ -228,10 +238,12 @@ def _update_seconds(
 def _ahead_seconds(
     profile: ModelProfile, device: Device, offloaded: float, streamed: float
 ) -> float:
-    """Return the seconds of the transfers for a step over ``offloaded`` bytes of parameters, of which ``streamed``
-    bytes are offloaded themselves; 0 if the tier steps states in place. Otherwise states are read and written. Of
-    offloaded parameters the gradients are read and the weights written; the weights are also read, unless there are
-    full-precision masters."""
+    """Return the seconds of the transfers for a step over ``offloaded`` bytes of parameters whose states are offloaded.
+
+    The result is 0 if the tier steps states in place. Otherwise states are read and written. ``streamed`` bytes of
+    these parameters are offloaded themselves: their gradients are read and their weights written. Their weights are
+    also read if there are no full-precision master copies.
+    """
     if device.swaps_to.steps:
         return 0.0
     states = offloaded * (profile.optimizer_bytes + profile.master_bytes)
@@ -241,17 +253,20 @@ def _ahead_seconds(
 
 
 def _adding_seconds(profile: ModelProfile, device: Device, gone: int) -> float:
-    """Return the seconds of adding new gradients to ``gone`` bytes of stored ones, which are read first."""
+    """Return the seconds of reading ``gone`` bytes of stored gradients and adding new gradients to them."""
     return device.read.seconds(gone) + ADDING * gone * profile.optimizer_seconds / device.speed
 
 
 def _fetched_bytes(
     profile: ModelProfile, sizes: Sizes, streamed: int, gone: int, visits: Visits
 ) -> tuple[int, int]:
-    """Return the bytes of fetched blocks on the device at one time: for this stage, with ``streamed`` bytes of
-    offloaded parameters and ``gone`` bytes of their gradients, and an upper bound for a rank with several such stages.
-    If a block computes several micro-batches in a row, the largest gradient counts twice: the new one, and the sum that
-    stays on the device."""
+    """Return the device bytes of fetched blocks: for this stage, and an upper bound for a rank with several such
+    stages.
+
+    The stage has ``streamed`` bytes of offloaded parameters with ``gone`` bytes of gradients. If a block computes
+    several micro-batches in a row, the largest gradient counts twice: the new gradient, and the sum that stays on the
+    device.
+    """
     block = sizes.offloadable_block
     twice = math.ceil(sizes.parameter * profile.gradient_bytes) * (visits.micro_batches > 1)
     mine = math.ceil(min(streamed, 2 * block) + min(gone, block * profile.gradient_bytes))
@@ -273,9 +288,12 @@ def _offloaded_bytes(
 def _summing_bytes(
     profile: ModelProfile, sizes: Sizes, gone: int, bucket: int, *, split: bool
 ) -> int:
-    """Return the bytes of the buckets in which replicas reduce gradients. Offloaded gradients use two buckets. With
-    split backwards, resident gradients use two more, each with memory for one more parameter, because no parameter is
-    divided between buckets; otherwise resident gradients are views of their buckets and need no copies."""
+    """Return the bytes of the buckets in which replicas reduce gradients.
+
+    Offloaded gradients use two buckets. With split backwards, resident gradients use two more. Each of these has memory
+    for one more parameter, because no parameter is divided between buckets. Otherwise resident gradients are views of
+    their buckets and need no copies.
+    """
     whole = math.ceil(sizes.trained * profile.gradient_bytes)
     going = min(whole, gone + math.ceil(sizes.block * profile.gradient_bytes)) if gone else 0
     largest = bucket + math.ceil(sizes.parameter * profile.gradient_bytes) if bucket else 0
@@ -283,8 +301,9 @@ def _summing_bytes(
 
 
 def _host_staging_bytes(profile: ModelProfile, sizes: Sizes, moving: float) -> float:
-    """Return the host memory through which gradients, and new weights, of ``moving`` bytes of parameters pass. The host
-    steps copies of the weights."""
+    """Return the bytes of host memory for copies of weights and gradients
+    when the host steps ``moving`` bytes of parameters.
+    """
     copies = 1 if profile.master_bytes else 2
     return copies * min(sizes.trained, moving + (sizes.block if moving else 0))
 
@@ -292,8 +311,11 @@ def _host_staging_bytes(profile: ModelProfile, sizes: Sizes, moving: float) -> f
 def _rewriting_bytes(
     profile: ModelProfile, sizes: Sizes, streamed: int, visiting: int, bucket: int
 ) -> int:
-    """Return the additional tier bytes that are needed because new data is written before old data is freed: one block,
-    and the buckets in which replicas sum gradients."""
+    """Return the further bytes of the offload tier that are needed because new data is written before old data is
+    freed.
+
+    They are one block, and the buckets in which replicas sum gradients.
+    """
     whole = min(sizes.offloadable_block, streamed and sizes.offloadable)
     block = math.ceil(whole + sizes.most_trained(whole) * profile.gradient_bytes)
     return max(visiting, block) + (2 * bucket if streamed else 0)
@@ -302,8 +324,10 @@ def _rewriting_bytes(
 def _rounding_bytes(
     profile: ModelProfile, sizes: Sizes, upper: int, streamed: int, gone: int
 ) -> int:
-    """Return the additional tier bytes if offloaded shares are rounded up to whole parameters. ``upper``: bytes of the
-    states that are not offloaded, which bounds their rounding."""
+    """Return the further bytes of the offload tier that rounding offloaded shares up to whole parameters may need.
+
+    ``upper`` is the bytes of the states that are not offloaded, which limits this rounding.
+    """
     per_byte = profile.optimizer_bytes + profile.master_bytes
     rounding = min(upper, math.ceil(sizes.block * per_byte))
     if streamed:
@@ -315,15 +339,19 @@ def _rounding_bytes(
 
 
 def shard_bytes(states: int, largest: float, replicas: int) -> int:
-    """Return the most bytes of ``states`` that one of ``replicas`` shards can hold: each parameter is assigned to the
-    smallest shard so far."""
+    """Return the most bytes of ``states`` that one of ``replicas`` shards can hold.
+
+    Each parameter is assigned to the shard that is smallest so far; ``largest`` is the largest parameter.
+    """
     return min(states, math.ceil(states / replicas + largest * (1 - 1 / replicas)))
 
 
 def _step_share(profile: ModelProfile, share: float) -> float:
     """Return the duration of an optimizer step of a fraction ``share`` of the parameters, relative to a full step.
+
     Clearing, measuring and clipping all gradients takes as long as moving four times their bytes. A step reads weight,
-    gradient and states, and writes weight and states."""
+    gradient and states, and writes weight and states.
+    """
     stepping = 3 + 2 * profile.optimizer_bytes
     return (4 + stepping * share) / (4 + stepping)
 

@@ -1,4 +1,4 @@
-"""The transfers of a stage between its device and the offload tier: bytes and seconds."""
+"""Compute the bytes and seconds of transfers of activations between a device and the offload tier."""
 
 from __future__ import annotations
 
@@ -17,24 +17,31 @@ Floats = NDArray[np.float64]
 
 
 def buffer_bytes(largest: Any, moved: Any) -> Any:
-    """Return the smallest swap limit, in bytes, with which reads overlap with compute: two blocks (the current and the
-    next one), or all ``moved`` bytes if these are fewer. With a smaller limit, a backward waits for the read of each
-    offloaded block."""
+    """Return the smallest swap limit, in bytes, with which reads overlap with compute.
+
+    It is two blocks (the current and the next one), or all ``moved`` bytes if these are fewer. With a smaller limit, a
+    backward waits for the read of each offloaded block.
+    """
     return np.minimum(2 * largest, moved)
 
 
 def leaving_bytes(moved: Any, in_flight: int, limit: Any) -> Any:
-    """Return how many of a micro-batch's ``moved`` bytes are written to the tier. A backward that directly follows its
-    own forward cancels the writes that have not begun, so only the bytes above the swap ``limit`` are written. If other
-    micro-batches run in between, all bytes are written, unless all micro-batches fit the limit."""
+    """Return how many of a micro-batch's ``moved`` bytes are written to the offload tier.
+
+    A backward that directly follows its own forward cancels the writes that have not begun, so only the bytes above the
+    swap ``limit`` are written. If other micro-batches run in between, all bytes are written, unless all micro-batches
+    fit the limit.
+    """
     if in_flight == 1:
         return np.maximum(0.0, moved - limit)
     return np.where(limit >= in_flight * moved, 0.0, moved)
 
 
 def tier_places(moved: float) -> int:
-    """Return the tier bytes to reserve for ``moved`` bytes of activations. The result is larger, because sizes are
-    rounded up and uneven micro-batches differ by one row."""
+    """Return the bytes to reserve in the offload tier for ``moved`` bytes of activations.
+
+    The result is larger than ``moved``, because sizes are rounded up and uneven micro-batches differ by one row.
+    """
     return math.ceil(moved * TIER_SLACK) + TIER_FLOOR
 
 

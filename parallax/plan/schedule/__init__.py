@@ -3,8 +3,8 @@
 action.py, order.py    entries of a list; the forwards and backwards of a pipeline rank as columns
 placement.py           the pipeline rank of each stage
 schedule.py            a schedule as one object, found by its name
-gpipe.py, one_forward.py, zero_bubble.py, breadth_first.py    the families, each with its timelines drawn
-own.py                 the user's own schedules
+gpipe.py, one_forward.py, zero_bubble.py, breadth_first.py    the built-in schedules, with timelines
+own.py                 schedules that users write
 
 The built-in schedules are listed below: register a new one there.
 """

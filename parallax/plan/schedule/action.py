@@ -1,4 +1,4 @@
-"""Actions: the entries of a rank's list."""
+"""Actions: the entries of the list that a rank executes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """The kind of an action. ``fetch`` starts to prefetch the offloaded activations of a micro-batch; ``reduce`` ends
-    the replicas' gradient synchronisation. In a split backward, ``backward`` computes the gradient of the input (B)
-    and ``backward_weight`` the gradients of the parameters (W); otherwise ``backward`` computes both."""
+    """The kind of an action.
+
+    ``fetch`` starts to prefetch the offloaded activations of a micro-batch. ``reduce`` ends the gradient
+    synchronisation of the replicas. In a split backward, ``backward`` computes the gradient of the input (B) and
+    ``backward_weight`` the gradients of the parameters (W); otherwise ``backward`` computes both.
+    """
 
     # StrEnum's own hash is written in Python, and actions are often looked up by kind.
     __hash__ = str.__hash__
@@ -34,8 +37,11 @@ FORWARD, BACKWARD, BACKWARD_WEIGHT = range(3)
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One entry of a rank's list; ``micro`` is −1 for an action without a micro-batch. ``step``: the training step of
-    the action if a list has several; 0 is the list's first."""
+    """One entry of a rank's list.
+
+    ``micro`` is −1 for an action without a micro-batch. ``step`` is the training step of the action, for lists of
+    several steps; 0 is the first step of the list.
+    """
 
     kind: Kind
     stage: int

@@ -1,4 +1,4 @@
-"""Breadth-first: each block computes a group of micro-batches before the next block computes."""
+"""The breadth-first schedule: each block computes a group of micro-batches before the next block computes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from parallax.plan.schedule.schedule import Schedule
 def breadth_first(
     pipeline_ranks: int, pipeline_rank: int, micro_batches: int, interleave: int, group: int
 ) -> Order:
-    """Breadth-first: a pipeline rank runs the forward of its first virtual stage for all micro-batches of a group, then
-    that of its second one, and so on; then the backwards, last stage first. Groups of ``group`` micro-batches (0: one
-    group of all) follow each other.
+    """Return the breadth-first order of one pipeline rank.
+
+    A pipeline rank runs the forward of its first virtual stage for all micro-batches of a group, then that of its
+    second virtual stage, and so on. Then it runs the backwards, last stage first. Groups of ``group`` micro-batches (0:
+    one group of all) follow each other.
 
     With one block per virtual stage, offloaded weights are read once per group for the forward and once for the
-    backward, instead of once per micro-batch. The gradients of a block are complete when its last backward ends. In
-    return, all micro-batches of a group are in flight at one time.
+    backward, instead of once per micro-batch. The gradients of a block are complete when its last backward ends. The
+    disadvantage is that all micro-batches of a group are in flight at one time.
 
     Source: Lamy-Poirier 2022, "Breadth-First Pipeline Parallelism"; with one pipeline rank, the order of GreedySnake
     (Yin et al. 2025), where it is called vertical scheduling.

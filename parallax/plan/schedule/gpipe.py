@@ -1,4 +1,4 @@
-"""GPipe: all forwards, then all backwards."""
+"""The GPipe schedule: all forwards, then all backwards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from parallax.plan.schedule.schedule import Ramp, Schedule
 
 
 def gpipe(pipeline_ranks: int, pipeline_rank: int, micro_batches: int, interleave: int) -> Order:
-    """All forwards, then all backwards in reverse (GPipe, Huang et al. 2019, section 2.3).
+    """Return the GPipe order of one pipeline rank: all forwards, then all backwards in reverse.
+
+    Source: Huang et al. 2019, section 2.3.
 
     ::
 

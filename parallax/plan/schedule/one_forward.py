@@ -1,4 +1,4 @@
-"""1F1B, with one or several stages per pipeline rank."""
+"""The 1F1B schedules, with one or several stages per pipeline rank."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from parallax.plan.schedule.schedule import Schedule
 def one_forward_one_backward(
     pipeline_ranks: int, pipeline_rank: int, micro_batches: int, interleave: int
 ) -> Order:
-    """1F1B: warm up with one forward per later stage, then alternate.
+    """Return the 1F1B order of one pipeline rank: one forward per later stage, then forwards and backwards in turn.
 
     Source: PipeDream-Flush, Narayanan et al. 2021, section 2.2.
 
-    At most ``pipeline_ranks − pipeline_rank`` micro-batches are in flight, independent of their number.
+    At most ``pipeline_ranks − pipeline_rank`` micro-batches are in flight, whatever the number of micro-batches.
 
     ::
 
@@ -30,13 +30,15 @@ def one_forward_one_backward(
 def interleaved(
     pipeline_ranks: int, pipeline_rank: int, micro_batches: int, interleave: int
 ) -> Order:
-    """Interleaved 1F1B: ``interleave`` virtual stages per pipeline rank divide the bubble by ``interleave`` and
-    multiply the messages by it. One stage per pipeline rank is plain 1F1B.
+    """Return the interleaved 1F1B order of one pipeline rank.
+
+    Compared with 1F1B, ``interleave`` virtual stages per pipeline rank divide the bubble by ``interleave`` and multiply
+    the number of messages by it. With one stage per pipeline rank the order is plain 1F1B.
 
     A pipeline rank computes groups of micro-batches stage by stage: all of a group in its first stage, then all in its
-    second. A group has as many micro-batches as there are pipeline ranks, so that the first one returns when the last
-    one has been sent; if the number of pipeline ranks does not divide the micro-batches, the groups are a little larger
-    instead (a smaller one would stall the pipeline, and can deadlock).
+    second. A group has as many micro-batches as there are pipeline ranks, so that its first micro-batch returns when
+    its last one has been sent. If the number of pipeline ranks does not divide the number of micro-batches, groups are
+    a little larger (a smaller group would stall the pipeline, and can deadlock).
 
     Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
     section 2.2, and the order of Megatron-LM's ``forward_backward_pipelining_with_interleaving``.

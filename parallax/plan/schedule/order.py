@@ -1,4 +1,4 @@
-"""The forwards and backwards of one pipeline rank in order, and functions that build such orders.
+"""The forwards and backwards of one pipeline rank in order, as arrays, and functions that build such orders.
 
 An order is three columns of numbers rather than a list of objects, so that thousands of pipeline ranks can be simulated
 without making millions of objects.
@@ -19,8 +19,10 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Order:
-    """The forwards and backwards of one pipeline rank: the kind (an index into ``COMPUTE``), the stage and the
-    micro-batch of each."""
+    """The forwards and backwards of one pipeline rank, as three columns of equal length.
+
+    They are the kind (an index into ``COMPUTE``), the stage and the micro-batch of each action.
+    """
 
     kinds: Numbers
     stages: Numbers
@@ -46,15 +48,19 @@ class Order:
 def weave(
     warm_up: int, forward: tuple[Numbers, Numbers], backward: tuple[Numbers, Numbers]
 ) -> Order:
-    """Return ``warm_up`` forwards, then forwards and backwards alternately. ``forward`` and ``backward`` are columns
-    (stages, micro-batches)."""
+    """Return ``warm_up`` forwards, then forwards and backwards in turn.
+
+    ``forward`` and ``backward`` are pairs of columns (stages, micro-batches).
+    """
     count = np.arange(len(forward[0]))
     return by_rounds([count - warm_up, count], [forward, backward])
 
 
 def by_rounds(rounds: list[Numbers], columns: list[tuple[Numbers, Numbers]]) -> Order:
-    """Return actions sorted by round, then by kind. For each kind, ``rounds`` gives the round of each action, and
-    ``columns`` its stage and micro-batch."""
+    """Return actions sorted by round and, within a round, by kind.
+
+    For each kind, ``rounds`` gives the round of each action, and ``columns`` gives the stage and the micro-batch.
+    """
     place = np.argsort(np.concatenate(rounds), kind="stable")
     kinds = np.repeat(np.arange(len(rounds)), len(rounds[0]))
     stages, micros = (np.concatenate(parts) for parts in zip(*columns))

@@ -1,4 +1,4 @@
-"""The user's own schedules: functions that list forwards and backwards, checked before they are registered."""
+"""Register schedules that users write: functions that list forwards and backwards, which are checked first."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _SMALL = list(itertools.product(range(1, _MOST_RANKS + 1), range(1, _MOST_MICRO_
 
 
 def register_schedule(name: str, listing: Listing) -> None:
-    """Register a schedule of your own as ``plan.schedule=name``.
+    """Register a schedule of your own, which is then selected by ``plan.schedule=name``.
 
     ``listing(pipeline_ranks, pipeline_rank, micro_batches)`` returns the forwards and backwards of one pipeline rank in
-    order, as ``Action(Kind.FORWARD, pipeline_rank, micro)``: each of the ``micro_batches`` has one forward and then one
-    backward; if any has a ``Kind.BACKWARD_WEIGHT`` after that, all must have one. Parallax adds sends, receives and
-    fetches as for any schedule, and simulates every plan before it runs, which proves its peak bytes.
+    order, as ``Action(Kind.FORWARD, pipeline_rank, micro)``. Each of the ``micro_batches`` has one forward and then one
+    backward. If one of them has a ``Kind.BACKWARD_WEIGHT`` after that, all must have one. Parallax adds sends, receives
+    and fetches as for any schedule. It simulates every plan before it runs, which proves the peak bytes.
 
-    Raises :class:`PlanError` if the name is taken, an action is missing or duplicated, or ranks would deadlock; small
-    pipelines are checked here, every other one when it is planned.
+    Raises :class:`PlanError` if the name is taken, an action is missing or duplicated, or ranks would deadlock. Only
+    small pipelines are checked here; larger ones are checked when they are planned.
     """
     if name in SCHEDULES:
         raise PlanError(
@@ -69,7 +69,7 @@ def register_schedule(name: str, listing: Listing) -> None:
 
 
 def _actions_of(name: str, listed: Iterable[Action] | Action) -> list[Action]:
-    """Return the actions that a schedule's function returned; raises :class:`PlanError` for other values."""
+    """Return the actions that a user's schedule function returned. Raises :class:`PlanError` for other values."""
     found = list(listed) if isinstance(listed, Iterable) else [listed]
     if strange := [type(each).__name__ for each in found if not isinstance(each, Action)]:
         raise PlanError(
@@ -79,9 +79,12 @@ def _actions_of(name: str, listed: Iterable[Action] | Action) -> list[Action]:
 
 
 def resolve_schedule(name: str) -> Schedule:
-    """Return the schedule that the user's configuration names: a registered one, or ``package.module:function``, which
-    is imported and registered under that name, see :func:`register_schedule`. Names in files are found with
-    :func:`~parallax.plan.schedule.schedule.named` instead."""
+    """Return the schedule that the user's configuration names.
+
+    ``name`` is a registered schedule, or ``package.module:function``, which is imported and registered under this name
+    (see :func:`register_schedule`). For names in files, use :func:`~parallax.plan.schedule.schedule.named` instead,
+    which imports nothing.
+    """
     if name not in SCHEDULES:
         listing = load_target("plan.schedule", name)
         check_call(
@@ -94,7 +97,7 @@ def resolve_schedule(name: str) -> Schedule:
 def _check_complete(
     name: str, listed: Sequence[Action], pipeline_ranks: int, pipeline_rank: int, micro_batches: int
 ) -> None:
-    """Raise :class:`PlanError` unless every micro-batch has each kind of action once, in order."""
+    """Raise :class:`PlanError` unless every micro-batch has each kind of action exactly once, in order."""
     kinds = [
         kind
         for kind in COMPUTE
@@ -117,8 +120,11 @@ def _check_complete(
 
 
 def _check_ends(name: str, lists: Sequence[Sequence[Action]], micro_batches: int) -> None:
-    """Raise :class:`PlanError` if pipeline ranks compute micro-batches in different orders, because messages between
-    stages arrive in order, or if ranks deadlock. The check executes all lists as far as possible."""
+    """Raise :class:`PlanError` if pipeline ranks compute micro-batches in different orders, or if ranks deadlock.
+
+    Messages between stages arrive in the order in which they were sent, so the orders must agree. To find deadlocks,
+    all lists are executed as far as possible.
+    """
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         orders = {tuple(action.micro for action in each if action.kind is kind) for each in lists}
         if len(orders) > 1:

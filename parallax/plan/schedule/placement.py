@@ -1,4 +1,4 @@
-"""Placements: the pipeline rank of each stage, if pipeline ranks hold several stages."""
+"""Assign stages to pipeline ranks, if each pipeline rank holds several stages."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from typing import Protocol
 
 
 class Placement(Protocol):
-    """Maps stages to pipeline ranks. Stages are numbered along the data. In every placement the first
-    ``pipeline_ranks`` stages are on pipeline ranks 0, 1, …, so a pipeline rank has the number of its first stage."""
+    """The interface that maps stages to pipeline ranks. Stages are numbered along the data.
+
+    In every placement the first ``pipeline_ranks`` stages are on pipeline ranks 0, 1, …, so a pipeline rank has the
+    number of its first stage.
+    """
 
     def pipeline_rank_of(self, stage: int, pipeline_ranks: int) -> int:
         """Return the pipeline rank that holds ``stage``."""
@@ -15,11 +18,11 @@ class Placement(Protocol):
     def stages_of(
         self, pipeline_rank: int, pipeline_ranks: int, interleave: int
     ) -> tuple[int, ...]:
-        """Return the ``interleave`` stages of a pipeline rank, in the order of the data."""
+        """Return the ``interleave`` stages of one pipeline rank, in the order of the data."""
 
 
 class RoundRobin:
-    """Places stage s on pipeline rank s mod ``pipeline_ranks``: the last pipeline rank sends to the first one."""
+    """Places stage s on pipeline rank s mod ``pipeline_ranks``, so the last pipeline rank sends to the first one."""
 
     def pipeline_rank_of(self, stage: int, pipeline_ranks: int) -> int:
         return stage % pipeline_ranks
@@ -31,8 +34,10 @@ class RoundRobin:
 
 
 class BackAndForth:
-    """Places stages up and then down the pipeline ranks: two stages per pipeline rank form a V, and the two stages at a
-    turn share a pipeline rank."""
+    """Places stages on the pipeline ranks in ascending, then in descending order, and so on.
+
+    With two stages per pipeline rank this is a V. The two stages at a turn are on the same pipeline rank.
+    """
 
     def pipeline_rank_of(self, stage: int, pipeline_ranks: int) -> int:
         way, place = divmod(stage, pipeline_ranks)

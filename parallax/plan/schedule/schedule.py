@@ -1,6 +1,6 @@
 """A schedule as one object: the order of each pipeline rank's actions, its stages, and properties for the planner.
 
-Code uses a :class:`Schedule`; only readers of configurations and plans look up names.
+All code uses a :class:`Schedule` object; only readers of configurations and plans look up names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ InFlightCount = Callable[[int, Numbers], Numbers]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ramp:
-    """The cost of filling and draining the pipeline, the ramp, in the search's formula
+    """The ramp, the cost of filling and draining the pipeline, in the search's formula for the time of a step
     (:mod:`parallax.plan.search.request`).
 
     ``weight_savings``: by how many seconds each second of the weight-gradient pass shortens the ramp. ``ahead``: how
@@ -39,29 +39,31 @@ class Ramp:
     ahead: int = 1
 
     def left(self, weight_share: float, interleave: int) -> float:
-        """Return the ramp as a fraction of the other pipeline ranks' time per micro-batch; ``weight_share`` is the
-        fraction of that time in weight-gradient passes."""
+        """Return the ramp as a fraction of the other pipeline ranks' seconds per micro-batch.
+
+        ``weight_share`` is the fraction of these seconds in weight-gradient passes.
+        """
         return max(0.0, 1 - self.weight_savings * weight_share) / interleave
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Schedule:
-    """The order in which the stages of a pipeline run their forwards and backwards, and the pipeline rank of each
-    stage.
+    """The order in which the stages of a pipeline run forwards and backwards, and the pipeline rank of each stage.
 
     ``ordering(pipeline_ranks, pipeline_rank, micro_batches, interleave)`` returns the order of one pipeline rank; its
     docstring shows the timeline. ``splits``: backwards are split. ``interleaves``: the numbers of virtual stages per
-    pipeline rank to try; ``interleaves_freely``: any other number is allowed, too; ``grouped``: virtual stages compute
+    pipeline rank to try. ``interleaves_freely``: any other number is allowed, too. ``grouped``: virtual stages compute
     groups of as many micro-batches as there are pipeline ranks. ``placement``: the pipeline rank of each stage.
 
-    ``grouping`` replaces ``ordering`` if a stage computes a group of micro-batches before the next stage of its
-    pipeline rank computes; by default such a pipeline rank has a virtual stage for each block. ``group`` is the number
-    of micro-batches, 0 for all of them (:meth:`with_group`).
+    ``grouping`` replaces ``ordering`` if a stage computes a group of micro-batches before the next stage of the same
+    pipeline rank computes. By default such a pipeline rank has a virtual stage for each block. ``group`` is the number
+    of micro-batches in a group, 0 for all of them (:meth:`with_group`).
 
-    For the planner: ``ramp``; ``in_flight_count(pipeline_ranks, pipeline_rank)``, the micro-batches in flight with one
-    stage per pipeline rank and enough micro-batches; ``holds_all``: all micro-batches are in flight at one time;
-    ``steady``: in a full pipeline every round through all stages is like the previous one; ``searched``: the bounds of
-    the search are valid for it, and ``plan.schedule=auto`` tries it.
+    For the planner: ``ramp``: the cost of filling and draining the pipeline. ``in_flight_count(pipeline_ranks,
+    pipeline_rank)``: the micro-batches in flight with one stage per pipeline rank and enough micro-batches.
+    ``holds_all``: all micro-batches are in flight at one time. ``steady``: in a full pipeline every round through all
+    stages is like the previous one. ``searched``: the bounds of the search are valid for this schedule, and
+    ``plan.schedule=auto`` tries it.
     """
 
     name: str
@@ -83,12 +85,14 @@ class Schedule:
         return f"{self.name} in groups of {self.group}" if self.group else self.name
 
     def __reduce__(self) -> tuple[Callable[[str, int], Schedule], tuple[str, int]]:
-        """Unpickle by name: another process has its own object of that name."""
+        """Pickle the schedule by name, because another process has its own object of that name."""
         return named, (self.name, self.group)
 
     def with_group(self, group: int) -> Schedule:
-        """Return the same schedule with groups of ``group`` micro-batches; 0: one group of all. Raises
-        :class:`PlanError` if the schedule has no groups."""
+        """Return the same schedule with groups of ``group`` micro-batches; 0 means one group of all.
+
+        Raises :class:`PlanError` if the schedule has no groups.
+        """
         if group == self.group:
             return self
         if self.grouping is None:
@@ -98,7 +102,9 @@ class Schedule:
         return _grouped(self, group)
 
     def run_length(self, micro_batches: int) -> int:
-        """Return how many micro-batches a stage computes before another stage of its pipeline rank does."""
+        """Return how many micro-batches a stage computes in a row before
+        another stage of the same pipeline rank does.
+        """
         return 1 if self.grouping is None else min(self.group or micro_batches, micro_batches)
 
     @property
@@ -123,8 +129,11 @@ class Schedule:
     def order(
         self, pipeline_ranks: int, pipeline_rank: int, micro_batches: int, *, interleave: int = 1
     ) -> Order:
-        """Return the forwards and backwards of one pipeline rank, as columns. Raises :class:`PlanError` if there are
-        none, or if the schedule does not allow ``interleave`` virtual stages per pipeline rank."""
+        """Return the forwards and backwards of one pipeline rank, as columns.
+
+        Raises :class:`PlanError` if there are none, or if the schedule does not allow ``interleave`` virtual stages per
+        pipeline rank.
+        """
         if not 0 <= pipeline_rank < pipeline_ranks or micro_batches < 1:
             raise PlanError(
                 f"stage {pipeline_rank} of {pipeline_ranks} with {micro_batches} micro-batches: nothing to schedule"
@@ -145,30 +154,34 @@ class Schedule:
     def compute_order(
         self, pipeline_ranks: int, pipeline_rank: int, micro_batches: int, *, interleave: int = 1
     ) -> list[Action]:
-        """Return the forwards and backwards of one pipeline rank, as actions."""
+        """Return the forwards and backwards of one pipeline rank, as a list of actions."""
         return self.order(
             pipeline_ranks, pipeline_rank, micro_batches, interleave=interleave
         ).actions()
 
     def forwards_first(self, pipeline_ranks: int, micro_batches: int, interleave: int = 1) -> bool:
-        """Return whether the last stage runs every forward before its first backward, so that one loss of the outputs
-        of all micro-batches is possible."""
+        """Return whether the last stage runs every forward before its first backward.
+
+        Only then can one loss be computed from the outputs of all micro-batches.
+        """
         return micro_batches == 1 or _forwards_first(
             self, pipeline_ranks, micro_batches, interleave
         )
 
     def in_flight(self, stages: int, stage: int, micro_batches: int, interleave: int = 1) -> int:
-        """Return the largest number of a stage's micro-batches that are in flight at one time: the forward has run, the
-        backward is not complete.
+        """Return the largest number of a stage's micro-batches that are in flight at one time.
 
-        If several of the ``stages`` share a pipeline rank, their peaks occur at different times: no smaller numbers
-        would bound the bytes of the pipeline rank for all activation sizes of its stages.
+        In flight means that the forward has run and the backward is not complete. If several of the ``stages`` share a
+        pipeline rank, their peaks occur at different times. Still, no smaller numbers would bound the bytes of the
+        pipeline rank for all activation sizes of its stages.
         """
         return _in_flight(self, stages, stage, micro_batches, interleave)
 
     def least_in_flight(self, pipeline_ranks: int, micro_batches: int) -> NDArray[np.float64]:
-        """Return a lower bound on the micro-batches in flight on each pipeline rank; with several virtual stages per
-        pipeline rank there are more."""
+        """Return a lower bound on the micro-batches in flight on each pipeline rank.
+
+        With several virtual stages per pipeline rank there are more.
+        """
         if self.holds_all or self.in_flight_count is None:
             return np.full(pipeline_ranks, float(micro_batches if self.holds_all else 1))
         return np.minimum(
@@ -218,8 +231,11 @@ SCHEDULES: dict[str, Schedule] = {}
 
 def named(name: str, group: int = 0) -> Schedule:
     """Return the schedule that a file calls ``name``, with groups of ``group`` micro-batches, without importing
-    anything. A plan of an unregistered schedule can be shown and compared; its order raises :class:`PlanError`, and so
-    does an invalid name."""
+    anything.
+
+    If no such schedule is registered, the result can be shown and compared, but computing its order raises
+    :class:`PlanError`. An invalid name raises :class:`PlanError`, too.
+    """
     if name not in SCHEDULES and not _NAME.fullmatch(str(name)):
         raise PlanError(f"plan schedule {printable(str(name))}: known are {', '.join(SCHEDULES)}")
     return (SCHEDULES.get(name) or _unknown(name)).with_group(group)

@@ -1,5 +1,7 @@
-"""Zero-bubble schedules: weight-gradient passes (W) fill the bubble. ZB-H1 and ZB-H2 have one stage per pipeline rank,
-ZB-V has two."""
+"""Zero-bubble schedules, in which weight-gradient passes (W) fill the bubble.
+
+ZB-H1 and ZB-H2 have one stage per pipeline rank, ZB-V has two.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ Slot = tuple[int, int, int]  # kind, index among the pipeline rank's stages, fir
 def zero_bubble_h1(
     pipeline_ranks: int, pipeline_rank: int, micro_batches: int, interleave: int
 ) -> Order:
-    """ZB-H1: 1F1B with each stage's weight-gradient passes delayed until they fill the bubble. A stage delays them by
-    as many micro-batches as there are stages before it, so all have as many in flight as 1F1B's first stage.
+    """Return the ZB-H1 order of one pipeline rank: 1F1B with weight-gradient passes delayed to fill the bubble.
+
+    A stage delays them by as many micro-batches as there are stages before it. So every stage has as many micro-batches
+    in flight as the first stage of 1F1B.
 
     Source: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2.1.
 
@@ -39,8 +43,10 @@ def zero_bubble_h1(
 def zero_bubble_h2(
     pipeline_ranks: int, pipeline_rank: int, micro_batches: int, interleave: int
 ) -> Order:
-    """ZB-H2: forwards fill the warm-up and weight-gradient passes the tail, so that no stage waits if a forward and
-    both passes of a backward take equally long. It holds about twice the activations of 1F1B on every stage.
+    """Return the ZB-H2 order of one pipeline rank, in which no stage waits under ideal conditions.
+
+    More forwards fill the warm-up, and weight-gradient passes fill the end. No stage waits if a forward and both passes
+    of a backward take equally long. Every stage holds about twice the activations of 1F1B.
 
     Source: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2.2.
 
@@ -60,8 +66,11 @@ def zero_bubble_h2(
 
 
 def zero_bubble(pipeline_rank: int, micro_batches: int, *, warm_up: int, delay: int) -> Order:
-    """Return forward, input-gradient (B) and weight-gradient (W) passes in turn: forwards are ``warm_up`` ahead of B, W
-    is ``delay`` behind. At most ``warm_up`` + ``delay`` + 1 micro-batches are in flight."""
+    """Return forward, input-gradient (B) and weight-gradient (W) passes in turn.
+
+    Forwards are ``warm_up`` micro-batches ahead of B, and W is ``delay`` micro-batches behind B. At most ``warm_up`` +
+    ``delay`` + 1 micro-batches are in flight.
+    """
     count = np.arange(micro_batches)
     column = np.full(micro_batches, pipeline_rank), count
     return by_rounds([count - warm_up, count, count + delay], [column] * 3)
@@ -99,11 +108,13 @@ ZERO_BUBBLE_H2 = Schedule(
 def zero_bubble_v(
     pipeline_ranks: int, pipeline_rank: int, micro_batches: int, interleave: int
 ) -> Order:
-    """ZB-V: data passes up through the first stages of all pipeline ranks and back down through their second stages. So
-    inputs and loss are on the same pipeline rank, and an early pipeline rank gets its micro-batches back early. All
-    hold as much as the first pipeline rank of 1F1B. None waits between its first action and its last, provided that a
-    forward, an input-gradient and a weight-gradient pass take equally long and that there are at least 2 ·
-    ``pipeline_ranks`` − 1 micro-batches.
+    """Return the ZB-V order of one pipeline rank, which has two stages.
+
+    Data passes through the first stages of all pipeline ranks in ascending order and then through their second stages
+    in descending order. So the first and the last stage are on the same pipeline rank, and the backward begins there
+    early. Every pipeline rank holds as many activations as the first pipeline rank of 1F1B. No pipeline rank waits
+    between its first and its last action if a forward, an input-gradient and a weight-gradient pass take equally long
+    and there are at least 2 · ``pipeline_ranks`` − 1 micro-batches.
 
     Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", where it is called V-ZB; the order is that
     of torch's ``ScheduleZBVZeroBubble``.
@@ -147,7 +158,7 @@ def zero_bubble_v(
 
 
 def _turns(times: int, *slots: Slot) -> Numbers:
-    """Return ``slots`` repeated ``times`` times; each repetition uses the next micro-batch."""
+    """Return the actions ``slots`` repeated ``times`` times. Each repetition uses the next micro-batch."""
     listed = np.tile(np.array(slots, dtype=np.int64), (times, 1))
     listed[:, 2] += np.repeat(np.arange(times), len(slots))
     return listed

@@ -1,1 +1,1 @@
-"""Search: from a profile, a cluster and constraints to one plan."""
+"""Search the fastest plan for a profile, a cluster and constraints."""

@@ -1,9 +1,8 @@
-"""Choose swap limits and recomputed blocks that let the allocator keep freed memory.
+"""Reduce the memory of activations where this lets the allocator keep freed memory for reuse.
 
 The search gives activations all of the remaining budget. On a CPU the peak is then so near the budget that all freed
-memory must be returned to the system at once, which slows computing down. With a smaller swap limit more activations
-are read back before they are used, or with more recomputed blocks fewer are kept, and the allocator may keep its
-memory. The simulator decides which is faster.
+memory must be returned to the system at once, which slows computing down. Smaller swap limits, or more recomputed
+blocks, avoid this but cost time as well. The simulator decides which is faster.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from parallax.plan.simulation.predict import Forecast, predict_costs
 def with_ample_memory(
     profile: ModelProfile, cluster: Cluster, pipeline: Pipeline, forecast: Forecast
 ) -> tuple[Pipeline, Forecast]:
-    """Return ``pipeline`` and its ``forecast``, changed on pipeline ranks whose allocator would have to return freed
-    memory at once: with smaller swap limits or, if nothing is offloaded, with more recomputed blocks.
+    """Return ``pipeline`` and its ``forecast``, changed so that more allocators can keep freed memory.
 
-    A change is kept if the allocator may then keep freed memory and the step is no longer. First, swap limits are tried
-    that leave a fifth of the budget free, then those that leave just the bytes that the allocator keeps. Recomputation
-    leaves the latter.
+    On pipeline ranks whose allocator would have to return freed memory at once, swap limits are reduced or, if nothing
+    is offloaded, more blocks are recomputed. A change is accepted if the allocator may then keep freed memory and the
+    step is no longer. First, swap limits are tried that leave a fifth of the budget free, then limits that leave just
+    the bytes that the allocator keeps. Recomputation leaves just these bytes.
     """
     for pipeline_rank in range(pipeline.pipeline_ranks):
         ranks = pipeline.ranks(pipeline_rank)
@@ -55,15 +54,16 @@ def with_ample_memory(
 
 
 def _limit(stage: StagePlan) -> int:
-    """Return the bytes of offloaded activations that a stage may hold on the device."""
+    """Return the bytes of offloaded activations that may be on the device of a stage at one time."""
     return stage.swap_limit_bytes if stage.offloads else 0
 
 
 def _with_less(
     profile: ModelProfile, pipeline: Pipeline, pipeline_rank: int, less: float
 ) -> tuple[StagePlan, ...]:
-    """Return the stages of ``pipeline`` with ``less`` bytes of activations on ``pipeline_rank``, or with as few as
-    possible."""
+    """Return the stages of ``pipeline`` with ``less`` bytes of
+    activations on ``pipeline_rank``, or as few as possible.
+    """
     mine, stages = pipeline.stages_of(pipeline_rank), pipeline.stages
     limit = sum(_limit(stages[stage]) for stage in mine)
     if limit:
@@ -86,8 +86,10 @@ def _with_less(
 def _recomputing(
     profile: ModelProfile, pipeline: Pipeline, mine: Sequence[int], less: float
 ) -> dict[int, StagePlan]:
-    """Return the stages of ``mine`` that have to recompute more blocks so that ``less`` bytes of activations are kept.
-    The first blocks, which would keep theirs for the longest time, are recomputed first."""
+    """Return the stages of ``mine`` in which more blocks must be recomputed to save ``less`` bytes of activations.
+
+    The first blocks are recomputed first, because they would keep their activations for the longest time.
+    """
     changed = dict[int, StagePlan]()
     count = pipeline.micro_batches(pipeline.global_batch)
     for index in mine:

@@ -1,4 +1,4 @@
-"""A chain of blocks: their kinds, their prefix sums, and stage boundaries."""
+"""Data on a chain of blocks for the search: kinds of blocks, prefix sums, and stage boundaries."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from parallax.plan.profile import BlockCost, ModelProfile
 
 
 def even_boundaries(sums: Sequence[float], stages: int) -> list[int]:
-    """Return stage boundaries with nearly equal seconds per stage; ``sums`` are the seconds of the first 0, 1, …
-    blocks."""
+    """Return stage boundaries that give each stage nearly equal seconds.
+
+    ``sums`` are prefix sums: the seconds of the first 0, 1, … blocks.
+    """
     blocks, boundaries = len(sums) - 1, [0]
     for stage in range(1, stages):
         ideal = bisect_left(sums, sums[-1] * stage / stages)
@@ -24,8 +26,10 @@ def even_boundaries(sums: Sequence[float], stages: int) -> list[int]:
 
 
 def furthest(works: Callable[[int], bool], low: int, high: int, guess: int) -> int:
-    """Return the smallest number between ``low`` and ``high`` for which ``works`` returns True; ``high`` if there is
-    none. ``guess``: where the search starts."""
+    """Return the smallest number from ``low`` to ``high`` for which ``works`` returns True; ``high`` if there is none.
+
+    The search starts at ``guess``.
+    """
     start = min(max(guess, low), high)
     step = 1
     if works(start):
@@ -47,7 +51,7 @@ def furthest(works: Callable[[int], bool], low: int, high: int, guess: int) -> i
 
 
 def block_kinds(profile: ModelProfile) -> tuple[tuple[int, ...], list[BlockCost]]:
-    """Return the kind of each block, an index that blocks with equal costs share, and the cost of each kind."""
+    """Return the kind of each block, and the cost of each kind. Blocks of equal cost have the same kind, an index."""
     numbers: dict[BlockCost, int] = {}
     nameless = [
         replace(
@@ -67,9 +71,12 @@ def block_kinds(profile: ModelProfile) -> tuple[tuple[int, ...], list[BlockCost]
 
 @dataclass(frozen=True)
 class BlockChain:
-    """The data of a chain that depend neither on rows nor on devices. Each block has a kind, and each kind a cost
-    (:func:`block_kinds`). Also bytes of parameters, of parameters that no other block uses and of the largest
-    parameter, and prefix sums of parameters, trained parameters and buffers."""
+    """The data of a chain of blocks that depend neither on rows nor on devices.
+
+    They are the kind of each block and the cost of each kind (:func:`block_kinds`); bytes of parameters, of parameters
+    that no other block uses and of the largest parameter; and prefix sums of parameters, trained parameters and
+    buffers.
+    """
 
     kinds: NDArray[np.int32]
     costs: Sequence[BlockCost]

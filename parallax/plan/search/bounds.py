@@ -1,22 +1,22 @@
-"""Lower bounds on the step seconds of every even pipeline of a shape, before and after the shape is evaluated.
+"""Lower bounds on the seconds of a step, for all pipelines of a shape that have nearly equal replica counts.
 
-A pipeline rank p with t seconds per micro-batch begins after the first micro-batch has passed the earlier ranks. It
-works ``M · t`` seconds and waits for gradients of the later ranks. It ends before the last gradient has passed back
-through the earlier ranks. So::
+A shape is a schedule, a micro-batch size, and a number of pipeline ranks. A pipeline rank p with t seconds per
+micro-batch begins after the first micro-batch has passed the earlier ranks. It works ``M · t`` seconds and waits for
+gradients of the later ranks. It ends before the last gradient has passed back through the earlier ranks. So::
 
     step >= Σ of all pipeline ranks
             + t_p · (M − 1 − forwards of p that fit into its first wait · forward's fraction of t_p)
 
-for every p. The factor of t_p is its *weight*: largest for the last pipeline rank, smallest for the first. The minimum
-over all partitions of the largest weight · t is found by partitioning the blocks
-(:class:`~parallax.plan.search.greedy.GreedySearch`); before that, pipeline ranks are assumed to be as even as the
+for every p. The factor of t_p is called its *weight*. It is largest for the last pipeline rank and smallest for the
+first. The minimum over all partitions of the largest weight · t is found by partitioning the blocks
+(:class:`~parallax.plan.search.greedy.GreedySearch`). Before that, pipeline ranks are assumed to be as even as the
 weights allow. No rank updates before all ranks have reduced their gradients, so the update is added.
 
-These bounds on the terms hold for every partition and for every directive:
+These bounds on the terms hold for every partition and for every directive (keep, offload, recompute):
 
 * **max t**: the mean of all pipeline ranks; the largest block; the ⌈blocks / pipeline ranks⌉ cheapest blocks, since
   some pipeline rank has as many. If a pipeline rank was shown to need more seconds to fit its memory, that number.
-* **Σ**: all blocks, for the rows of the fullest rank; the blocks that cannot keep their activations are recomputed, or
+* **Σ**: all blocks, for the rank with the most rows; the blocks that cannot keep their activations are recomputed, or
   copied in parallel with computing; and the messages of one micro-batch through the pipeline.
 * **M micro-batches with a limit on those in flight**: each is in flight for Σ at least, so the step needs ``M / in
   flight`` times that (Little 1961, "A proof for the queuing formula L = λW").
@@ -48,16 +48,18 @@ from parallax.plan.search.request import ROUNDING, Request, Shape
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The costs of all blocks, for the rows of the fullest rank.
+    """The costs of all blocks on the rank that has the most rows.
 
     ``forward_share``      the largest fraction of a block's seconds that its forward takes
     ``seconds``            seconds of all blocks
     ``weight``             seconds of their weight-gradient passes
     ``largest``            seconds of the slowest block
     ``cheapest``           seconds of the n fastest blocks, for n = 0, 1, …
-    ``common``, ``cost``   the kind of block that takes the most seconds in total; ``count``: the number of such blocks
-    ``again``              seconds to recompute one of them
-    ``copying``            seconds to offload one of them and to prefetch it
+    ``common``             the kind of block that takes the most seconds in total
+    ``cost``               the cost of that kind
+    ``count``              the number of blocks of that kind
+    ``again``              seconds to recompute one block of that kind
+    ``copying``            seconds to offload one block of that kind and to prefetch it
     """
 
     forward_share: float
@@ -76,14 +78,14 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Terms:
-    """Bounds on the costs of a shape, in seconds: lower bounds, except ``deferred`` and ``saved``.
+    """The terms of the bounds of one pipeline shape, in seconds: lower bounds, except ``deferred`` and ``saved``.
 
     ``total``      all pipeline ranks, for one micro-batch
     ``slowest``    the slowest pipeline rank, for one micro-batch
     ``path``       latency of one micro-batch through all pipeline ranks
     ``update``     update of the mean share of the parameters
-    ``deferred``   weight-gradient passes that can be deferred, at most
-    ``saved``      the part of the ramp that these fill, at most
+    ``deferred``   upper bound on weight-gradient passes that can be deferred
+    ``saved``      upper bound on the part of the ramp that these passes fill
     ``ramp``       ramp of equally slow pipeline ranks
     ``forward_share``  the largest fraction of a block's seconds that its forward takes
     """
@@ -99,7 +101,7 @@ class _Terms:
 
 
 class StepBound:
-    """Lower bounds of the shapes of one request."""
+    """Computes lower bounds on the step seconds of the pipeline shapes of one search request."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -114,9 +116,12 @@ class StepBound:
         self._update = lru_cache(maxsize=None)(self._find_update)
 
     def seconds(self, shape: Shape, least_cost: float = 0.0, least_weighted: float = 0.0) -> float:
-        """Return a lower bound on the step of every even pipeline of ``shape``. ``least_cost``: a known lower bound on
-        the cost of its slowest pipeline rank, in seconds per micro-batch, which include a part of the seconds after the
-        last micro-batch. ``least_weighted``: the same for costs multiplied by :meth:`weights`."""
+        """Return a lower bound on the step seconds of every pipeline of ``shape`` with nearly equal replica counts.
+
+        ``least_cost`` is a known lower bound on the cost of the slowest pipeline rank. A cost is seconds per
+        micro-batch, including a part of the seconds after the last micro-batch. ``least_weighted`` is the same for
+        costs multiplied by :meth:`weights`.
+        """
         terms, micro_batches, fullness = (
             self._terms(shape),
             self.request.count(shape),
@@ -140,9 +145,12 @@ class StepBound:
         return float(max(work, max(0.0, terms.path - terms.saved) + slowest, queued) * ROUNDING)
 
     def _virtual_stages(self, shape: Shape) -> float:
-        """Return the bound of a shape with several virtual stages per pipeline rank, whose boundaries are known. A
-        pipeline rank begins after the first stages of the earlier ranks have run forward, and these run backward
-        after its last backward, which may overlap with weight-gradient passes of the pipeline rank."""
+        """Return the bound of a pipeline shape with several virtual stages per pipeline rank, whose boundaries are
+        known.
+
+        A pipeline rank begins after the first stages of the earlier ranks have run forward. After its last backward,
+        these stages run backward, which may overlap with weight-gradient passes of the pipeline rank.
+        """
         if self.request.mixed:
             return 0.0
         rows = self._rows(self._mean_rows(shape), shape.split)
@@ -161,35 +169,45 @@ class StepBound:
         return max(first + rest for first, rest in zip(before, work))
 
     def likely(self, shape: Shape) -> float:
-        """Return an estimate for a pipeline of ``shape`` with equally slow pipeline ranks, as known before the shape is
-        evaluated: ``M · max + ramp · (Σ − max)``."""
+        """Return an estimate of the step seconds of ``shape``, before it is evaluated.
+
+        It assumes equally slow pipeline ranks: ``M · max + ramp · (Σ − max)``.
+        """
         terms, micro_batches = self._terms(shape), self.request.count(shape)
         return max(micro_batches * terms.slowest + terms.ramp + terms.update, self.seconds(shape))
 
     def weighs(self, shape: Shape) -> bool:
-        """Return whether :meth:`weights` differ between the pipeline ranks of ``shape``."""
+        """Return whether the :meth:`weights` of the pipeline ranks of ``shape`` differ."""
         return shape.schedule.searched and shape.interleave == 1
 
     def weights(self, shape: Shape) -> list[float]:
-        """Return the weight of each pipeline rank: by how much the step lengthens per second of the rank's micro-batch,
-        relative to the last pipeline rank."""
+        """Return the weight of each pipeline rank, relative to the last pipeline rank.
+
+        The weight is the number of seconds by which the step lengthens per second of the rank's micro-batch.
+        """
         if not self.weighs(shape):
             return [1.0] * shape.pipeline_ranks
         waits = self._waits(shape, self._terms(shape).forward_share)
         return [wait / waits[-1] for wait in waits]
 
     def ceiling(self, shape: Shape, most_seconds: float) -> float:
-        """Return the largest cost per micro-batch of the slowest pipeline rank in a pipeline of ``shape`` that needs up
-        to ``most_seconds``, if all pipeline ranks are about equally slow: then a step needs ``M · max + ramp · (Σ −
-        max)``."""
+        """Return the largest cost of the slowest pipeline rank with which a step of ``shape`` may take
+        ``most_seconds``.
+
+        The cost is in seconds per micro-batch. All pipeline ranks are assumed to be about equally slow, so that a step
+        needs ``M · max + ramp · (Σ − max)``.
+        """
         terms, micro_batches = self._terms(shape), self.request.count(shape)
         if not shape.schedule.searched or most_seconds == math.inf:
             return most_seconds / micro_batches
         return max(0.0, most_seconds - terms.ramp) / micro_batches
 
     def weighted_ceiling(self, shape: Shape, most_seconds: float) -> float:
-        """Return the largest cost per micro-batch of the pipeline rank that is slowest by :meth:`weights`, in any
-        pipeline that needs up to ``most_seconds``."""
+        """Return the largest weighted cost of a pipeline rank with which a step of ``shape`` can take ``most_seconds``.
+
+        The cost is in seconds per micro-batch times the rank's weight (:meth:`weights`). Unlike :meth:`ceiling` it
+        holds for any pipeline.
+        """
         terms = self._terms(shape)
         wait = self._waits(shape, terms.forward_share)[-1]
         rest = most_seconds - max(0.0, terms.path - terms.saved)
@@ -217,9 +235,11 @@ class StepBound:
         )
 
     def _waits(self, shape: Shape, forward_share: float) -> list[float]:
-        """Return, for each pipeline rank, how many of its micro-batches lengthen the step beyond the latency of one
-        micro-batch through the pipeline: all but one, less the forwards that fit into the time in which the first
-        micro-batch passes the later ranks."""
+        """Return, for each pipeline rank, how many of its micro-batches lengthen the step.
+
+        These are in addition to the latency of one micro-batch through the pipeline: all micro-batches but one, less
+        the forwards that fit into the time in which the first micro-batch passes the later ranks.
+        """
         micro_batches, pipeline_ranks = self.request.count(shape), shape.pipeline_ranks
         ahead = shape.schedule.ramp.ahead
         hidden = [
@@ -228,8 +248,10 @@ class StepBound:
         return [max(micro_batches - 1 - count * forward_share, 1e-9) for count in hidden]
 
     def _mean_rows(self, shape: Shape) -> float:
-        """Return the rows of a micro-batch on the fullest rank, averaged over all micro-batches: their rows differ by
-        one if they do not divide the batch."""
+        """Return the rows of a micro-batch on the rank that has the most rows, averaged over all micro-batches.
+
+        Micro-batches differ by one row if their number does not divide the batch.
+        """
         replicas, count = self._replicas(shape), self.request.count(shape)
         fewest, more = divmod(self.request.global_batch, count)
         return (
@@ -237,33 +259,36 @@ class StepBound:
         ) / count
 
     def _fullness(self, shape: Shape) -> float:
-        """Return a lower bound on the cost of a mean micro-batch, as a fraction of the cost of the largest one."""
+        """Return a lower bound on the cost of an average micro-batch, as a fraction of the cost of the largest one."""
         return self._mean_rows(shape) / -(-shape.microbatch // self._replicas(shape))
 
     def _replicas(self, shape: Shape) -> int:
-        """Return the replicas of the pipeline rank with the most."""
+        """Return the replica count of the pipeline rank that has the most replicas."""
         requested = self.request.config.replicas
         if isinstance(requested, list | tuple):
             return max(int(count) for count in requested)
         return -(-len(self.request.devices) // shape.pipeline_ranks)
 
     def _messages(self, shape: Shape, rows: _Rows) -> float:
-        """Return the seconds that a micro-batch spends between pipeline ranks, forward and, in training, backward."""
+        """Return the seconds that a micro-batch spends between pipeline ranks,
+        in the forward and, in training, the backward.
+        """
         cluster = self.request.cluster
         fast = max((cluster.local, cluster.remote), key=lambda link: link.bytes_per_second)
         ways = 2 if self.request.task.trains else 1
         return ways * (shape.pipeline_ranks - 1) * fast.seconds(rows.message_bytes)
 
     def _in_flight(self, shape: Shape) -> int:
-        """Return the most micro-batches in flight in a pipeline."""
+        """Return the largest number of micro-batches in flight in a pipeline of ``shape``."""
         micro_batches = self.request.count(shape)
         if not shape.schedule.searched or not self.request.task.trains:
             return micro_batches
         return shape.schedule.in_flight(shape.pipeline_ranks, 0, micro_batches)
 
     def _deferred(self, shape: Shape, rows: _Rows, replicas: int) -> float:
-        """Return the most seconds of weight-gradient passes of one micro-batch that all pipeline ranks together can
-        defer."""
+        """Return an upper bound on the seconds of one micro-batch's
+        weight-gradient passes that all ranks together can defer.
+        """
         if not shape.split:
             return 0.0
         allowed = self.request.allowed
@@ -273,8 +298,11 @@ class StepBound:
         return rows.weight - common + common * self._kept_share(shape, rows, replicas)
 
     def _total(self, shape: Shape, rows: _Rows, replicas: int) -> float:
-        """Return the seconds of all blocks for one micro-batch. The common blocks that cannot keep their activations
-        are recomputed, or copied in parallel with computing."""
+        """Return the seconds of all blocks for one micro-batch.
+
+        Blocks of the most common kind that cannot keep their activations are recomputed, or copied in parallel with
+        computing.
+        """
         allowed = self.request.allowed
         gone = 1.0 - (self._kept_share(shape, rows, replicas) if Directive.KEEP in allowed else 0.0)
         again, copied = rows.count * rows.again, rows.count * rows.copying
@@ -288,8 +316,11 @@ class StepBound:
         return max(rows.seconds, copied * gone if Directive.OFFLOAD in allowed else 0.0)
 
     def _kept_share(self, shape: Shape, rows: _Rows, replicas: int) -> float:
-        """Return the largest fraction of the common blocks that can keep their activations: on each pipeline rank
-        beside its own parameters, and on all ranks together beside all parameters."""
+        """Return the largest fraction of the blocks of the most common kind that can keep their activations.
+
+        The activations must fit on each pipeline rank beside its own parameters, and on all ranks beside all
+        parameters.
+        """
         held = rows.common.held_bytes
         if held <= 0 or not shape.schedule.searched:
             return 1.0
@@ -311,7 +342,7 @@ class StepBound:
         return min(1.0, max(0.0, min(apart, together)) / rows.count)
 
     def _static(self, replicas: int) -> float:
-        """Return the fewest bytes on the device for the parameters of the common blocks."""
+        """Return a lower bound on the device bytes for parameters of the most common kind of block."""
         profile, (parameters, trained) = self.request.profile, self._common_bytes
         states = profile.optimizer_bytes + profile.master_bytes
         return min(
@@ -321,8 +352,10 @@ class StepBound:
         )
 
     def _parameters(self, numbers: tuple[int, ...]) -> tuple[int, int]:
-        """Return the parameter bytes of the blocks of the kind that takes the most time, all and trained ones: lower
-        bounds, from which shared parameters are subtracted."""
+        """Return lower bounds on the bytes of all, and of trained, parameters of the blocks of the most common kind.
+
+        Shared parameters are subtracted.
+        """
         common, profile = self._common(), self.request.profile
         costs = [cost for number, cost in zip(numbers, profile.blocks) if number == common]
         parameters = sum(cost.parameter_bytes for cost in costs)
@@ -376,8 +409,11 @@ class StepBound:
         ).moved_bytes
 
     def _find_update(self, pipeline_ranks: int, replicas: int) -> float:
-        """Return the seconds of the work that a step does once: the optimizer's update and the loss over all rows. The
-        update is of a rank with the mean share of the parameters, with the fastest choice of offloaded states."""
+        """Return the seconds of the work that a step does once: the optimizer's update and the loss over all rows.
+
+        The update is that of a rank with an average share of the parameters, with the fastest choice of offloaded
+        states.
+        """
         profile = self.request.profile
         every = range(len(profile.blocks))
         whole, trained = profile.unique_parameter_bytes(every), profile.unique_trained_bytes(every)

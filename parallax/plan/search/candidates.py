@@ -1,10 +1,11 @@
-"""Candidate search: evaluate the shapes of a request, likely best first, and skip shapes that cannot win.
+"""Evaluate the shapes of a search request, likely best first, and skip shapes that cannot win.
 
-The formula ranks shapes of the same kind well and different kinds badly: the bubble that a zero-bubble schedule fills
-depends on which blocks keep their activations, and the cost of a message depends on the placement of replicas. So each
-shape that may win is solved by the greedy rule in several variants and timed on its action lists. A shape is skipped if
-its lower bound rules it out, or if it needs more than :data:`NEAR` times the best by the formula; the lower bound over
-all shapes is tightened afterwards, by :meth:`CandidateSearch._prove`.
+A shape is a schedule, a micro-batch size, and a number of pipeline ranks. The formula for a step's time ranks shapes of
+the same kind well and different kinds badly: the bubble that a zero-bubble schedule fills depends on which blocks keep
+their activations, and the cost of a message depends on the placement of replicas. So each shape that may win is solved
+by the greedy rule in several variants, whose action lists are then timed. A shape is skipped if its lower bound rules
+it out, or if it needs more than :data:`NEAR` times the best by the formula. Afterwards :meth:`CandidateSearch._prove`
+tightens the lower bound over all shapes.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A pipeline, the seconds of its step by the longest path, and a lower bound on its forecast."""
+    """A pipeline with two predictions of its step: seconds by the longest path, and a lower bound for the simulator."""
 
     seconds: float
     least: float
@@ -53,7 +54,7 @@ class Timed:
 
 @dataclass(slots=True)
 class _Open:
-    """A shape, and lower bounds on the cost of the slowest pipeline rank in its pipelines, unweighted and weighted."""
+    """A pipeline shape, with lower bounds on the cost of the slowest pipeline rank, unweighted and weighted."""
 
     shape: Shape
     bound: float
@@ -62,9 +63,11 @@ class _Open:
 
 
 class Forecasts:
-    """Forecasts of the pipelines of one request. Each is made once, with the fastest swap limits (``known``).
-    ``refused`` maps pipelines that do not fit in the full prediction to the reason; ``effort`` counts the simulated
-    block passes."""
+    """The forecasts of the pipelines of one search request, each computed once.
+
+    ``known`` holds them, for the fastest swap limits. ``refused`` maps each pipeline that does not fit in the full
+    prediction to the reason. ``effort`` counts the simulated passes of blocks.
+    """
 
     def __init__(self, request: Request) -> None:
         self._profile, self._cluster = request.profile, request.cluster
@@ -74,7 +77,7 @@ class Forecasts:
         self.effort = 0
 
     def seconds(self, pipeline: Pipeline) -> float:
-        """Return the seconds of a step; infinite if the pipeline does not fit."""
+        """Return the predicted seconds of a step; infinite if the pipeline does not fit."""
         if pipeline not in self._seconds:
             try:
                 forecast = predict_costs(self._profile, self._cluster, pipeline)
@@ -93,16 +96,18 @@ class Forecasts:
 
 
 class _Evaluator:
-    """Evaluates the shapes of one request, one at a time."""
+    """Evaluates the pipeline shapes of one search request, one at a time."""
 
     def __init__(self, request: Request, forecasts: Forecasts) -> None:
         self._forecasts = forecasts
         self.request, self.quick, self.bound = request, GreedySearch(request), StepBound(request)
 
     def evaluate(self, shape: Shape) -> _Found:
-        """Return pipelines of a shape that may be faster than the best forecast, solved with all directives. If blocks
-        of a pipeline offload, it is also solved without offloading, because a backward may wait longer for offloaded
-        activations than the greedy rule predicts."""
+        """Return pipelines of ``shape`` that may be faster than the best forecast, with all directives allowed.
+
+        If blocks of a pipeline offload, the shape is also solved without offloading, because a backward may wait longer
+        for offloaded activations than the greedy rule predicts.
+        """
         found = _Found(self.request, self._forecasts)
         ceiling = self._ceiling(shape, found)
         solved = self._solve(shape, found)
@@ -125,9 +130,12 @@ class _Evaluator:
         return found
 
     def evaluate_again(self, shape: Shape) -> _Found:
-        """Return further pipelines of one of the best shapes: with one directive for all blocks, with sharded and
-        unsharded states, and partitioned evenly and by weight. One directive for all blocks can be faster than a
-        mixture: offloading more blocks than necessary leaves memory for prefetching."""
+        """Return more pipelines of ``shape``, which was among the best.
+
+        They have one directive for all blocks, sharded and unsharded states, and partitions by even and by weighted
+        cost. One directive for all blocks can be faster than a mixture: offloading more blocks than necessary leaves
+        memory for prefetching.
+        """
         found = _Found(self.request, self._forecasts)
         allowed, weights = self.request.allowed, self.bound.weights(shape)
         for directive in allowed:
@@ -140,15 +148,18 @@ class _Evaluator:
         return found
 
     def prove(self, shape: Shape) -> _Found:
-        """Evaluate a shape that was skipped, or ruled out by the formula, with one weighted partition; return the
-        result."""
+        """Evaluate a pipeline shape that was skipped or ruled out, with a
+        single weighted partition; return the result.
+        """
         found = _Found(self.request, self._forecasts)
         self._weigh(shape, found, 1.0)
         return found
 
     def _weigh(self, shape: Shape, found: _Found, near: float) -> None:
-        """Partition the blocks by weighted cost, and add the results to ``found``. Pipelines slower than ``near`` times
-        the best one need not be found."""
+        """Partition the blocks by weighted cost, and add the results to ``found``.
+
+        Pipelines that are slower than ``near`` times the best one need not be found.
+        """
         ceiling = self.bound.weighted_ceiling(shape, found.best * near)
         solved = self._solve(shape, found, ceiling=ceiling, weights=self.bound.weights(shape))
         found.least_weighted = solved.least_cost if solved is not None else ceiling
@@ -174,7 +185,7 @@ class _Evaluator:
         return self.bound.ceiling(shape, found.best * NEAR)
 
     def rebalance(self, candidate: Candidate) -> _Found:
-        """Return the candidate with devices moved to its slowest pipeline ranks."""
+        """Return pipelines like ``candidate`` with devices moved to the slowest pipeline ranks."""
         found = _Found(self.request, self._forecasts)
         for other in self.quick.rebalance(candidate):
             found.compared += 1
@@ -183,8 +194,10 @@ class _Evaluator:
 
 
 class _Found:
-    """The results for one shape. Only pipelines that the longest path does not rule out are predicted. ``compared``:
-    the number of partitions tried. Also lower bounds on the cost of the slowest pipeline rank, unweighted and weighted.
+    """The results for one pipeline shape: timed pipelines, and lower bounds on the cost of the slowest pipeline rank.
+
+    Pipelines that the longest path rules out are not predicted. ``compared`` is the number of partitions tried. The
+    bounds are unweighted and weighted.
     """
 
     def __init__(self, request: Request, forecasts: Forecasts) -> None:
@@ -194,7 +207,7 @@ class _Found:
         self.least_cost = self.least_weighted = 0.0
 
     def add(self, candidate: Candidate) -> None:
-        """Time a candidate in all its placements."""
+        """Time a candidate in all placements of its ranks."""
         for timed in timed_placements(self._request, candidate):
             if timed.seconds <= self.best * NEAR:
                 self.timed.append(timed)
@@ -203,9 +216,12 @@ class _Found:
 
 
 class CandidateSearch:
-    """The search over the shapes of one request. ``found``: the pipelines found. ``compared``: the number of solved
-    partitions. ``bound_seconds``: a lower bound on the step of every pipeline with replicas as even as possible.
-    ``effort``: the number of pipeline ranks that may be filled."""
+    """The search over the pipeline shapes of one search request.
+
+    ``found``: the pipelines found. ``compared``: the number of solved partitions. ``bound_seconds``: a lower bound on
+    the step of every pipeline with replicas as even as possible. ``effort``: a limit on the number of pipeline ranks
+    that the greedy search fills.
+    """
 
     def __init__(
         self,
@@ -227,7 +243,7 @@ class CandidateSearch:
         self._open: list[_Open] = []
 
     def run(self) -> None:
-        """Evaluate every shape that may be faster than the best forecast."""
+        """Evaluate every pipeline shape that may be faster than the best forecast."""
         least, evaluator = self.request.least_pipeline_ranks, self._evaluator
         shapes = [
             s
@@ -257,8 +273,10 @@ class CandidateSearch:
         return sorted(self.found, key=lambda timed: timed.seconds)
 
     def _evaluate_all(self) -> None:
-        """Evaluate the likely best shape of each number of pipeline ranks, then all shapes that may be better, likely
-        best first."""
+        """Evaluate the likely best pipeline shape of each number of pipeline ranks, then all shapes that may be better.
+
+        The likely best shapes come first.
+        """
         left = [entry for entry in self._open if not self._too_large(entry)]
         for number, entry in enumerate(left):
             best = self.forecasts.least()
@@ -275,8 +293,10 @@ class CandidateSearch:
             self._add(found)
 
     def _prove(self) -> None:
-        """Raise the lower bound over all shapes within the effort for proofs: the shape with the smallest bound is
-        partitioned by weights, which shows whether it can be as fast as the best."""
+        """Raise the lower bound over all pipeline shapes, as far as the effort for proofs allows.
+
+        The shape with the smallest bound is partitioned by weights, which shows whether it can be as fast as the best.
+        """
         quick = self._evaluator.quick
         most, proved = quick.filled + PROOF_EFFORT * self._effort, set[int]()
         by_bound = [(self._bound_of(entry), number) for number, entry in enumerate(self._open)]
@@ -303,7 +323,10 @@ class CandidateSearch:
         self.compared += found.compared
 
     def _too_large(self, entry: _Open) -> bool:
-        """Return whether even the shape that needs the least memory with as many pipeline ranks does not fit."""
+        """Return whether no pipeline shape with as many pipeline ranks as ``entry`` fits the memory.
+
+        The shape that needs the least memory is tested.
+        """
         if entry.shape.pipeline_ranks not in self._held:
             return False
         if not self._held[entry.shape.pipeline_ranks]:
@@ -323,12 +346,14 @@ class CandidateSearch:
 
     @property
     def bound_seconds(self) -> float:
-        """Lower bound of every even pipeline; infinite if there is no shape."""
+        """A lower bound on the step of every pipeline with nearly equal
+        replica counts; infinite if no pipeline is possible.
+        """
         return min(map(self._bound_of, self._open), default=math.inf)
 
 
 def timed_placements(request: Request, candidate: Candidate) -> list[Timed]:
-    """Return a candidate in all its placements, timed."""
+    """Return ``candidate`` in all placements of its ranks, timed."""
     pipelines = placements(request.cluster, as_pipeline(request, candidate))
     return [
         Timed(*quick_seconds(request.profile, request.cluster, p), p, candidate) for p in pipelines
@@ -336,7 +361,7 @@ def timed_placements(request: Request, candidate: Candidate) -> list[Timed]:
 
 
 def as_pipeline(request: Request, candidate: Candidate) -> Pipeline:
-    """Return a candidate as the pipeline to predict."""
+    """Return the pipeline that ``candidate`` describes."""
     return Pipeline(
         schedule=candidate.shape.schedule,
         stages=candidate.stages,

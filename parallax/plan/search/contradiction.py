@@ -1,6 +1,6 @@
 """Find settings that no plan can satisfy, before anything is measured.
 
-The numbers of stages, replicas, devices, blocks and rows decide whether a pipeline has a shape at all. This check needs
+The numbers of stages, replicas, devices, blocks and rows decide whether any pipeline is possible. This check needs
 neither a model profile nor the machine's speed, which take a minute to measure, so it runs first. The error names each
 contradiction with its numbers, and changes that were verified to remove it.
 """
@@ -20,8 +20,11 @@ from parallax.plan.rows import micro_batch_count
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """The constraints of a planning request, in numbers. ``fixed``: the ranks have started, so a plan must use every
-    device; ``gather_loss``: one loss is computed over all rows."""
+    """The constraints of a planning request, in numbers.
+
+    ``fixed``: the ranks have started, so a plan must use every device. ``gather_loss``: one loss is computed over all
+    rows.
+    """
 
     config: PlanConfig
     blocks: int
@@ -35,8 +38,10 @@ class Question:
 
     @property
     def used(self) -> int:
-        """The number of devices that a plan uses, starting from the first. Configured stages and replicas, or the rows
-        of a batch, may leave some devices unused."""
+        """The number of devices that a plan uses, starting from the first.
+
+        Configured stages and replicas, or the rows of a batch, may leave some devices unused.
+        """
         if self.fixed:
             return self.devices
         if (ranks := self.config.ranks) is not None:
@@ -46,7 +51,9 @@ class Question:
 
     @property
     def pipeline_ranks(self) -> Sequence[int]:
-        """The numbers of pipeline ranks that use every device, if stages and replicas do not contradict each other."""
+        """The numbers of pipeline ranks with which every device is used, if
+        stages and replicas do not contradict each other.
+        """
         stages, replicas, listed = self.config.stages, self.config.replicas, self.replicas
         if stages != AUTO or listed is not None:
             return [len(listed) if listed is not None else int(stages)]
@@ -57,7 +64,7 @@ class Question:
 
     @property
     def replicas(self) -> list[int] | None:
-        """The replicas of each stage, if the user listed them."""
+        """The replicas of each stage if the user listed them, otherwise None."""
         requested = self.config.replicas
         return list(requested) if isinstance(requested, list | tuple) else None
 
@@ -68,9 +75,11 @@ class Question:
 
 
 def check_question(question: Question) -> int:
-    """Return the number of devices that plans use, :attr:`Question.used`. Raises if the settings contradict each other:
-    :class:`InfeasiblePlan` if no shape exists, :class:`ConfigError` if the settings exclude one another on any
-    machine."""
+    """Return the number of devices that plans use, :attr:`Question.used`, after checking the settings.
+
+    Raises :class:`InfeasiblePlan` if no pipeline is possible, and :class:`ConfigError` if the settings exclude one
+    another on any machine.
+    """
     _check_settings(question)
     if reason := _contradiction(question):
         remedies = list(dict.fromkeys(_remedies(question)))
@@ -79,7 +88,7 @@ def check_question(question: Question) -> int:
 
 
 def check_rows(rows: int, microbatch: int | str) -> None:
-    """Raise :class:`ConfigError` if a micro-batch would have more rows than a batch."""
+    """Raise :class:`ConfigError` if a micro-batch would have more rows than the batch."""
     if microbatch != AUTO and int(microbatch) > rows:
         raise ConfigError(
             f"trainer.microbatch={microbatch}: it is more than the {rows} row(s) of a batch; use "
@@ -105,9 +114,12 @@ def _check_settings(question: Question) -> None:
 
 
 def _check_gathering(question: Question) -> None:
-    """Raise :class:`ConfigError` if the schedule cannot compute one loss over all rows. That loss needs the outputs of
-    all micro-batches. A schedule that starts backwards earlier can compute it only for a step of a single micro-batch,
-    with which a pipeline is useless. So such a schedule is accepted only if the user sets a micro-batch of all rows."""
+    """Raise :class:`ConfigError` if the schedule cannot compute one loss over all rows.
+
+    This loss needs the outputs of all micro-batches. A schedule that starts backwards earlier can compute it only if a
+    step has a single micro-batch, which makes a pipeline useless. So such a schedule is accepted only if the user sets
+    a micro-batch of all rows.
+    """
     config, pipeline_ranks = question.config, max(1, *question.pipeline_ranks)
     if not question.gather_loss or question.microbatch == question.rows:
         return
@@ -125,7 +137,7 @@ def _check_gathering(question: Question) -> None:
 
 
 def _contradiction(question: Question) -> str:
-    """Return the first contradiction; empty if there is none."""
+    """Return a text on the first contradiction between the settings, or ''."""
     reasons = (_of_stages, _of_replicas, _of_rows, _of_interleaving)
     return next((reason for find in reasons if (reason := find(question))), "")
 
@@ -167,7 +179,7 @@ def _of_replicas(question: Question) -> str:
 
 
 def _of_rows(question: Question) -> str:
-    """Return the contradiction if some replica would have no row of a batch; empty if there is none."""
+    """Return a text if some replica would have no row of a batch, otherwise ''."""
     config, listed, rows = question.config, question.replicas, question.rows
     most = (
         max(listed)
@@ -195,10 +207,12 @@ def _of_rows(question: Question) -> str:
 
 
 def _of_interleaving(question: Question) -> str:
-    """Return the contradiction of an interleaved schedule with the other numbers; empty if there is none. Interleaving
-    needs at least two pipeline ranks, a block for each of their stages, and equally many devices per pipeline rank. If
-    the schedule groups micro-batches, the number of pipeline ranks must divide their number (Narayanan et al. 2021,
-    section 2.2)."""
+    """Return a text if the settings contradict interleaving (several stages per pipeline rank), otherwise ''.
+
+    Interleaving needs at least two pipeline ranks, a block for each of their stages, and equally many devices per
+    pipeline rank. If the schedule groups micro-batches, the number of pipeline ranks must divide the number of
+    micro-batches (Narayanan et al. 2021, section 2.2).
+    """
     config, blocks, devices = question.config, question.blocks, question.used
     if not question.interleaves or (
         config.interleave == AUTO and all(s.grouping is not None for s in config.schedules)
@@ -246,8 +260,7 @@ def _of_interleaving(question: Question) -> str:
 
 
 def _remedies(question: Question) -> Iterator[str]:
-    """Yield one or two changes, the smallest first, each of which alone removes every contradiction between the
-    settings."""
+    """Yield one or two changes of the settings, the smallest first, each of which alone removes every contradiction."""
     found = 0
     for changed, text in _changes(question):
         if question.fixed and changed.devices != question.devices:
@@ -318,8 +331,10 @@ def _stages(question: Question) -> str:
 
 
 def check_counted_loss(profile: ModelProfile, rows: int, *, gather_loss: bool) -> None:
-    """Raise :class:`ConfigError` if ``profile`` was measured with another loss than a plan for batches of ``rows``
-    computes."""
+    """Raise :class:`ConfigError` if ``profile`` was measured with another loss than the plan computes.
+
+    The plan is for batches of ``rows`` rows, with one loss over all of them if ``gather_loss``.
+    """
     counted = profile.gathered_rows
     if counted == (rows if gather_loss else 0):
         return

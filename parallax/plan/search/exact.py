@@ -1,8 +1,9 @@
-"""Enumerate every pipeline of a shape that may be the best, from the last stage to the first.
+"""Enumerate all pipelines that may be the best, from the last stage to the first.
 
-The last stage comes first because under 1F1B the micro-batches in flight depend on the number of later stages. A
-partial pipeline is dropped only if another is no worse in slowest stage, sum, tail and work, or if its ideal completion
-is no better than the best known pipelines: exact under the formula of :mod:`parallax.plan.search.request`.
+The last stage comes first because under 1F1B the micro-batches in flight depend on the number of later stages. The last
+stages of a pipeline are dropped in two cases: other last stages are no worse in slowest stage, sum, seconds after the
+last micro-batch, and work; or no completion can beat the best known pipelines. The result is exact under the formula of
+:mod:`parallax.plan.search.request`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ROW_EFFORT = 5  # cost of a kept choice, in evaluated partial pipelines
 
 @dataclass(frozen=True, slots=True)
 class _Partial:
-    """The last stages of a pipeline, with the quantities that the formula needs."""
+    """The last stages of a pipeline, with the quantities that the formula for a step's time needs."""
 
     slowest: float
     total: float
@@ -43,8 +44,10 @@ class _Partial:
 
 
 class ExactSearch:
-    """All shapes of one request. ``compared`` counts complete pipelines; ``exact`` becomes false if the search exceeds
-    its effort."""
+    """Enumerates the pipelines of one search request.
+
+    ``compared`` counts complete pipelines. ``exact`` becomes False if the search exceeds its effort limit.
+    """
 
     def __init__(self, request: Request, effort: float = EFFORT) -> None:
         self.request, self._effort = request, effort
@@ -54,7 +57,7 @@ class ExactSearch:
 
     @property
     def exact(self) -> bool:
-        """Whether every choice was evaluated."""
+        """Whether every possibility was evaluated."""
         return not self._exhausted and all(fitter.exact for fitter in self._fitters.values())
 
     @property
@@ -65,8 +68,11 @@ class ExactSearch:
         )
 
     def best(self, shapes: Sequence[Shape], most: int, limit: Score = WORST) -> list[Candidate]:
-        """Return the ``most`` best pipelines of ``shapes`` below ``limit`` by the formula, best first. A first pass
-        over pipelines that keep all activations is cheap and lowers the limit for the others."""
+        """Return the ``most`` best pipelines of ``shapes`` that score below ``limit``, best first.
+
+        The score is the step's time by the formula. A first pass over pipelines that keep all activations is cheap and
+        lowers the limit for the others.
+        """
         if Directive.KEEP in self.request.allowed:
             limit = min(limit, worst(self._best(shapes, most, limit, plain=True), most))
         self.compared = 0
@@ -91,7 +97,7 @@ class ExactSearch:
         return best[:most]
 
     def least_memory(self, shapes: Sequence[Shape]) -> float:
-        """Return the smallest budget of all devices in which some pipeline runs: min over shapes of max over stages."""
+        """Return the smallest memory per device, in bytes, with which some pipeline of ``shapes`` fits."""
         least = math.inf
         # The shapes that need least memory come first.
         for shape in sorted(shapes, key=lambda shape: (shape.microbatch, -shape.pipeline_ranks)):
@@ -99,7 +105,7 @@ class ExactSearch:
         return least
 
     def _least_peak(self, shape: Shape, limit: float) -> float:
-        """Return the smallest budget for one shape; infinite if it is ``limit`` or more."""
+        """Return the smallest memory per device for one pipeline shape; infinite if it is ``limit`` or more."""
         request = self.request
         best = {(len(request.profile.blocks), len(request.devices)): 0.0}
         for stage in reversed(range(shape.pipeline_ranks)):
@@ -118,7 +124,9 @@ class ExactSearch:
         return best.get((0, 0), math.inf)
 
     def _pipelines(self, shape: Shape, limit: Score, plain: bool) -> list[_Partial]:
-        """Return the undominated pipelines over all devices that may score below ``limit``."""
+        """Return the pipelines over all devices that may score below
+        ``limit``, without those that another one dominates.
+        """
         request = self.request
         fronts = {
             (len(request.profile.blocks), len(request.devices)): [_Partial(0.0, 0.0, 0.0, 0.0, ())]
@@ -166,8 +174,7 @@ class ExactSearch:
         seconds: float,
         replicas: int,
     ) -> Score:
-        """Return the best possible score of a pipeline in which a stage of ``seconds`` precedes the stages of
-        ``after``."""
+        """Return the best possible score if a stage of ``seconds`` precedes the stages of ``after``."""
         slowest, work = max(seconds, after.slowest), seconds * replicas + after.work
         return self.request.bound(
             shape, stage, *place, slowest, seconds + after.total, after.tail, work
@@ -189,8 +196,10 @@ class ExactSearch:
         return all_reduce_seconds(gradients, self.request.order[first:stop], self.request.cluster)
 
     def _fitter(self, shape: Shape, first: int, stop: int, plain: bool) -> ExactStageFitter:
-        """Return the fitter for stages on devices ``first`` to ``stop``; with ``plain``, blocks keep all
-        activations."""
+        """Return the fitter for stages on devices ``first`` to ``stop``.
+
+        With ``plain``, blocks keep all activations.
+        """
         key = self.request.device(first, stop), plain, shape.split
         if key not in self._fitters:
             allowed = [Directive.KEEP] if plain else self.request.allowed

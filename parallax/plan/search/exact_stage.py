@@ -1,8 +1,9 @@
-"""Fit one stage: choose keep, recompute or offload for each of its blocks.
+"""Choose keep, recompute or offload for each block of one stage.
 
-The choice has the least seconds per micro-batch within the device budget and the capacity of the tier, exact by Pareto
-fronts: a choice for the first blocks is dropped only if another is no worse in every quantity that the later blocks or
-the final comparison use. Stages with equal blocks in the same order share fronts, wherever they are in the model.
+The choice has the least seconds per micro-batch within the device budget and the capacity of the offload tier. It is
+exact, by Pareto fronts: a choice for the first blocks is dropped only if another is no worse in every quantity that the
+later blocks or the final comparison use. Stages with equal blocks in the same order share fronts, wherever they are in
+the model.
 """
 
 from __future__ import annotations
@@ -46,10 +47,13 @@ _SECONDS, _KEPT, _MOVED, _LARGEST, _WORK = range(5)
 
 @dataclass(frozen=True, slots=True)
 class StageSetting:
-    """Execution setting of a stage: ``replicas`` ranks connected by ``link`` (None: nothing is sent), with ``rows``
-    rows of each micro-batch on the fullest and ``in_flight`` micro-batches between forward and backward. ``split``:
-    the schedule runs weight-gradient passes separately. ``beside``: the most ranks of the stages before and after.
-    ``visits`` and ``boundaries_held``: see :func:`~parallax.plan.cost.stage.load_stage`."""
+    """The circumstances in which a stage runs.
+
+    ``replicas`` ranks are connected by ``link`` (None: nothing is sent). The rank with the most rows has ``rows`` rows
+    of each micro-batch, and ``in_flight`` micro-batches are between forward and backward. ``split``: the schedule runs
+    weight-gradient passes separately. ``beside``: the largest numbers of ranks of the stages before and after.
+    ``visits`` and ``boundaries_held``: see :func:`~parallax.plan.cost.stage.load_stage`.
+    """
 
     replicas: int
     rows: int
@@ -68,7 +72,7 @@ class StageSetting:
         directives: tuple[Directive, ...],
         offload: OffloadFractions,
     ) -> StageLoad:
-        """Return the cost of the stage in this setting."""
+        """Return the cost of the stage in this setting, with the given directives."""
         return load_stage(
             profile,
             start,
@@ -86,9 +90,12 @@ class StageSetting:
 
 @dataclass(frozen=True, slots=True)
 class StageChoice:
-    """A stage that fits its device. ``seconds``: per micro-batch, stalls included. ``tail_seconds``: after the last
-    micro-batch, without the reduction. ``moved_bytes``: bytes offloaded per micro-batch; the search prefers the
-    smallest among equally fast choices."""
+    """A stage that fits its device.
+
+    ``seconds``: per micro-batch, with stalls. ``tail_seconds``: after the last micro-batch, without the reduction.
+    ``moved_bytes``: bytes offloaded per micro-batch. Among equally fast choices, the search prefers the one that moves
+    the fewest bytes.
+    """
 
     plan: StagePlan
     seconds: float
@@ -107,8 +114,10 @@ def evaluate_stage(
     where: StageSetting,
     offload: OffloadFractions,
 ) -> StageChoice | None:
-    """Return the stage under these directives with the fractions ``offload`` of its states offloaded; None if it does
-    not fit."""
+    """Return the stage with these directives, and with the fractions ``offload`` of its states offloaded.
+
+    None if the stage does not fit its device.
+    """
     load = where.load(profile, device, start, directives, offload)
     budget, least, moved = device.memory_bytes, load.smallest_swap_limit, load.moved_bytes
     slot_bytes = tier_places(where.in_flight * moved) if moved else 0
@@ -148,8 +157,10 @@ def evaluate_stage(
 
 
 def _largest_limit(load: StageLoad, in_flight: int, free_bytes: float, budget: int) -> int:
-    """Return the largest swap limit, in bytes, with which the stage fits ``budget``. It is near ``free_bytes``, but not
-    equal, because the predicted peak rounds the allocator's loss up."""
+    """Return the largest swap limit, in bytes, with which the stage fits ``budget``.
+
+    It is near ``free_bytes``, but not equal, because the predicted peak rounds the allocator's loss up.
+    """
     least, all_moved = load.smallest_swap_limit, in_flight * load.moved_bytes
     limit = min(math.floor(free_bytes), all_moved)
     while limit > least and load.peak_bytes(in_flight, limit) > budget:
@@ -161,8 +172,11 @@ def _largest_limit(load: StageLoad, in_flight: int, free_bytes: float, budget: i
 
 @dataclass(frozen=True, slots=True)
 class _Front:
-    """Pareto-optimal choices for a run of blocks. Rows are choices; columns are seconds, kept, moved, largest moved and
-    workspace bytes; a second array holds their directives."""
+    """The Pareto-optimal choices of directives for a run of blocks.
+
+    Rows are choices; columns are seconds, kept, moved, largest moved and workspace bytes. A second array holds the
+    directives of each choice.
+    """
 
     columns: Floats
     directives: NDArray[np.int8]
@@ -173,8 +187,11 @@ class _Front:
 
 
 class ExactStageFitter:
-    """Fits stages of one profile on one kind of device and caches its results. ``exact`` becomes false if it could not
-    evaluate every choice. ``host_states`` are the fractions of offloaded states to try, smallest first."""
+    """Fits stages of one profile on one kind of device, and caches the results.
+
+    ``exact`` becomes False if some choices could not be evaluated. ``host_states`` are the fractions of offloaded
+    states to try, smallest first.
+    """
 
     def __init__(
         self,
@@ -197,8 +214,10 @@ class ExactStageFitter:
         self._leanest = lru_cache(maxsize=None)(self._find_leanest)
 
     def _fit(self, start: int, stop: int, where: StageSetting) -> tuple[StageChoice, ...]:
-        """Return the choices for blocks ``start`` to ``stop`` that no other beats both per micro-batch and at the end
-        of the step; none if nothing fits."""
+        """Return the choices for the blocks ``start`` to ``stop`` − 1; none if nothing fits.
+
+        A choice is omitted if another is better both per micro-batch and at the end of the step.
+        """
         found: list[StageChoice] = []
         for offload in self._host_states:
             if offload.sharded and where.replicas == 1 and found:
@@ -220,7 +239,7 @@ class ExactStageFitter:
     def _fastest(
         self, start: int, stop: int, where: StageSetting, offload: OffloadFractions
     ) -> StageChoice | None:
-        """Return the choice with the least seconds per micro-batch; None if nothing fits."""
+        """Return the choice of directives with the least seconds per micro-batch; None if nothing fits."""
         if Directive.KEEP in self._allowed:
             choice = self._evaluate(start, (Directive.KEEP,) * (stop - start), where, offload)
             if choice is not None:
@@ -253,8 +272,9 @@ class ExactStageFitter:
         return None
 
     def least_bytes(self, start: int, stop: int, where: StageSetting) -> float:
-        """Return the smallest device memory, in bytes, in which the stage runs with the given tier; infinite if the
-        tier is too small."""
+        """Return the smallest device memory, in bytes, in which the stage
+        runs; infinite if the offload tier is too small.
+        """
         return min(self._least(start, stop, where, offload) for offload in self._host_states)
 
     def _least(
@@ -290,7 +310,9 @@ class ExactStageFitter:
     def _waiting(
         self, front: _Front, start: int, stop: int, where: StageSetting, offload: OffloadFractions
     ) -> Floats:
-        """Return the seconds per micro-batch for which a backward waits because no memory is free to prefetch."""
+        """Return, for each choice, the seconds per micro-batch that a
+        backward waits because no memory is free to prefetch.
+        """
         moved, largest = front.columns[:, _MOVED], front.columns[:, _LARGEST]
         free_bytes = buffer_bytes(largest, where.in_flight * moved)
         buffered = (
@@ -311,8 +333,10 @@ class ExactStageFitter:
         offload: OffloadFractions,
         limit: Floats | None = None,
     ) -> Floats:
-        """Return the device bytes of a choice: the same sum as :meth:`StageLoad.peak_bytes`. Without a swap limit, the
-        smallest one is used."""
+        """Return the device bytes of each choice, the same sum as :meth:`StageLoad.peak_bytes`.
+
+        Without ``limit``, the smallest possible swap limit is used.
+        """
         static, boundary, _, _ = self._base(start, stop, where, offload)
         columns = front.columns
         limit = columns[:, _LARGEST] if limit is None else limit
@@ -338,8 +362,11 @@ class ExactStageFitter:
     def _find_base(
         self, start: int, stop: int, where: StageSetting, offload: OffloadFractions
     ) -> tuple[int, int, int, float]:
-        """Return the costs that are independent of a stage's directives: static bytes, boundary bytes, tier bytes, and
-        the seconds for which parameter offload occupies the link to the tier."""
+        """Return the costs of a stage that do not depend on directives.
+
+        They are static bytes, boundary bytes, bytes in the offload tier, and the seconds for which parameter offload
+        occupies the link to the tier.
+        """
         load = load_stage(
             self._profile,
             start,
@@ -359,14 +386,14 @@ class ExactStageFitter:
         )
 
     def _find_options(self, kind: int, rows: int, split: bool) -> Floats:
-        """Return one row per allowed directive of a block."""
+        """Return the costs of a block of this ``kind``, one row per allowed directive."""
         cost, speed = self._costs[kind], self._device.speed
         return np.array(
             [_columns(load_block(cost, d, rows, speed=speed, split=split)) for d in self._allowed]
         )
 
     def _find_front(self, kinds: Kinds, rows: int, split: bool) -> _Front:
-        """Return the Pareto-optimal directives of a run of blocks."""
+        """Return the Pareto-optimal choices of directives for a run of blocks."""
         if not kinds:
             return _Front(np.zeros((1, 5)), np.zeros((1, 0), np.int8), True)
         before = self._front(kinds[:-1], rows, split)
@@ -395,8 +422,11 @@ class ExactStageFitter:
         return front
 
     def _find_leanest(self, kinds: Kinds, rows: int, split: bool) -> _Front:
-        """Return the directives that keep the fewest bytes, one choice for each bound on the workspace and on the
-        offloaded bytes of one block. They include the smallest choice for any number of micro-batches in flight."""
+        """Return the choices that keep the fewest bytes, one for each bound on workspace and on bytes offloaded by one
+        block.
+
+        They include the smallest choice for any number of micro-batches in flight.
+        """
         options = np.array([self._options(kind, rows, split) for kind in kinds])
         found: dict[tuple[int, ...], Floats] = {}
         for work in self._bounds(options[:, :, _WORK]):
@@ -411,8 +441,9 @@ class ExactStageFitter:
         return _Front(np.array(list(found.values())), np.array(list(found), np.int8), True)
 
     def _bounds(self, values: Floats) -> Floats:
-        """Return the bounds to try: all values or, if there are too many, an even selection that includes the
-        largest."""
+        """Return the bounds to try: all ``values`` or, if there are too
+        many, an even selection that includes the largest.
+        """
         found = np.unique(values)
         if len(found) > MOST_BOUNDS:
             self.exact = False
@@ -436,7 +467,10 @@ def _no_worse(one: StageChoice, other: StageChoice) -> bool:
 
 
 def _undominated(columns: Floats) -> NDArray[np.intp]:
-    """Return the rows that no other row equals or beats in every column; the first of equal ones."""
+    """Return the indices of rows that no other row equals or beats in every column.
+
+    Of equal rows, the first is returned.
+    """
     left = np.lexsort(columns.T[::-1])
     others = np.ascontiguousarray(columns[left].T)
     front = []

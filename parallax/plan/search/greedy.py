@@ -1,9 +1,9 @@
-"""Greedy search: a good pipeline of a thousand blocks on a thousand devices, and a bound on its distance from the best.
+"""Greedy search: find a good pipeline of up to a thousand blocks on a thousand devices, and bound how good the best is.
 
 For given pipeline ranks and replicas, the slowest pipeline rank determines the step. To test whether every pipeline
-rank can stay within T seconds, the search fills them from the last with as many blocks as fit; bisection finds the
-smallest such T. Replica counts are even at first; then devices move from the pipeline rank with the most slack to the
-slowest as long as the score improves.
+rank can stay within T seconds, the search fills them with as many blocks as fit, beginning with the last. Bisection
+finds the smallest such T. Replica counts are even at first. Then devices move from the pipeline rank with the most
+slack to the slowest one as long as the score improves.
 """
 
 from __future__ import annotations
@@ -41,22 +41,26 @@ MOVES = 12  # most devices moved between pipeline ranks of a candidate
 
 @dataclass(frozen=True, slots=True)
 class _PipelineRankPlace:
-    """One pipeline rank: the blocks of each of its stages, and the greedy result for them."""
+    """One pipeline rank: the blocks of each of its stages, and the greedy choice of directives for them."""
 
     parts: tuple[Part, ...]
     fitted: GreedyStage
 
 
 class StageOptions(NamedTuple):
-    """The directives that blocks may have, and whether replicas must (or must not) shard states."""
+    """The directives that blocks may have, and whether replicas must shard
+    states (True), must not (False), or may (None).
+    """
 
     allowed: tuple[Directive, ...]
     sharded: bool | None = None
 
 
 class _Filled(NamedTuple):
-    """The pipeline ranks as filled under a ceiling. ``places`` is empty if the ceiling is too low; then no ceiling
-    below ``next_ceiling`` is high enough."""
+    """The pipeline ranks filled with blocks, none of which costs more than a ceiling.
+
+    ``places`` is empty if the ceiling is too low. Then every ceiling below ``next_ceiling`` is too low, too.
+    """
 
     places: list[_PipelineRankPlace]
     next_ceiling: float = math.inf
@@ -64,17 +68,21 @@ class _Filled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """The greedy result for one shape. ``candidate`` is None if a stage does not fit when its bytes are rounded up. If
-    all blocks are equal, the slowest pipeline rank costs at least ``least_cost``, in seconds per micro-batch times its
-    weight."""
+    """The greedy result for one pipeline shape.
+
+    ``candidate`` is None if a stage does not fit when its bytes are rounded up. If all blocks are equal, ``least_cost``
+    is a lower bound on the cost of the slowest pipeline rank, in seconds per micro-batch times the rank's weight.
+    """
 
     candidate: Candidate | None
     least_cost: float
 
 
 class GreedySearch:
-    """Solves the shapes of one request by the greedy rule, one at a time. ``filled`` counts the pipeline ranks
-    filled."""
+    """Solves the pipeline shapes of one search request by a greedy rule, one at a time.
+
+    ``filled`` counts the pipeline ranks that were filled with blocks.
+    """
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -94,12 +102,14 @@ class GreedySearch:
         sharded: bool | None = None,
         weights: Sequence[float] = (),
     ) -> Solved | None:
-        """Return the pipeline whose slowest pipeline rank is the fastest, with replicas as even as possible. Return
-        None if nothing fits, or if its slowest pipeline rank would cost more than ``ceiling`` seconds per micro-batch.
+        """Return the pipeline of ``shape`` whose slowest pipeline rank is the fastest, with replicas as even as
+        possible.
 
-        ``allowed``: the directives that blocks may have. ``sharded``: whether replicas shard optimizer states; None:
-        the cheaper of both. ``weights``: factors of the pipeline ranks, by which costs are multiplied before they are
-        compared; none: all 1.
+        None if nothing fits, or if the slowest pipeline rank would cost more than ``ceiling`` seconds per micro-batch.
+
+        ``allowed``: the directives that blocks may have. ``sharded``: whether replicas shard optimizer states; None
+        means the cheaper of both. ``weights``: factors by which the costs of the pipeline ranks are multiplied before
+        they are compared; empty means 1.
         """
         if shape.pipeline_ranks < self.request.least_pipeline_ranks:
             return None
@@ -108,8 +118,9 @@ class GreedySearch:
         return self._solve(shape, replicas, ceiling, options, tuple(weights)) if replicas else None
 
     def rebalance(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield candidates with devices moved to the slowest pipeline rank, one more each time, as long as the score
-        falls."""
+        """Yield candidates with more and more devices moved to the slowest
+        pipeline rank, as long as the score falls.
+        """
         if (
             self.request.config.replicas != AUTO
             or candidate.shape.interleave > 1
@@ -143,9 +154,11 @@ class GreedySearch:
         return None
 
     def leanest(self, shapes: Sequence[Shape]) -> list[Shape]:
-        """Return the shapes that can need the least memory, smallest first. Fewer rows per micro-batch never increase
-        the rows in flight, and no schedule has fewer micro-batches in flight than 1F1B. (With one loss over all rows,
-        all are in flight, and under 1F1B that means one micro-batch.)"""
+        """Return the pipeline shapes that may need the least memory, smallest first.
+
+        Fewer rows per micro-batch never increase the rows in flight, and no schedule has fewer micro-batches in flight
+        than 1F1B. (With one loss over all rows, all rows are in flight; under 1F1B this means a single micro-batch.)
+        """
         smallest: dict[tuple[Schedule, int, int], Shape] = {}
         fewest = GPIPE if self.request.gather_loss else PLAIN
         for shape in [shape for shape in shapes if shape.schedule is fewest] or shapes:
@@ -159,13 +172,17 @@ class GreedySearch:
         )
 
     def holds(self, shape: Shape) -> bool:
-        """Return whether the devices can hold a pipeline of this shape with even replicas."""
+        """Return whether the devices have enough memory for a pipeline of
+        this shape with nearly equal replica counts.
+        """
         replicas = self._even(shape)
         return bool(replicas) and self._holds(shape, replicas, 0)
 
     def least_memory(self, shapes: Sequence[Shape]) -> int | None:
-        """Return the fewest bytes per device that can hold a pipeline, by the greedy rule; None if no memory suffices.
-        Devices with more memory keep it. Bisection runs only for shapes that need less than the best so far."""
+        """Return the fewest bytes per device with which the greedy rule finds a pipeline; None if no memory suffices.
+
+        Devices that have more memory keep it. Bisection runs only for shapes that need less than the best so far.
+        """
         best = MOST_MEMORY
         for shape in self.leanest(shapes):
             replicas = self._even(shape)
@@ -210,12 +227,14 @@ class GreedySearch:
         return True
 
     def has_replicas(self, shape: Shape) -> bool:
-        """Return whether a pipeline of this shape has replica counts worth trying."""
+        """Return whether there are replica counts worth trying for ``shape``."""
         return bool(self._even(shape))
 
     def _even(self, shape: Shape) -> tuple[int, ...]:
-        """Return the replicas of each pipeline rank; empty if ranks would have no rows, or if the counts are not worth
-        trying."""
+        """Return the replicas of each pipeline rank, as even as possible.
+
+        Empty if ranks would have no rows, or if the counts are not worth trying.
+        """
         requested, devices, pipeline_ranks = (
             self.request.config.replicas,
             len(self.request.devices),
@@ -246,7 +265,7 @@ class GreedySearch:
         options: StageOptions,
         weights: tuple[float, ...] = (),
     ) -> Solved | None:
-        """Return the pipeline with the fastest slowest pipeline rank for these replicas."""
+        """Return the pipeline with these ``replicas`` whose slowest pipeline rank is the fastest."""
         weights = weights or (1.0,) * shape.pipeline_ranks
         solve = self._assign_evenly if shape.interleave > 1 else self._fill
         best = solve(shape, replicas, ceiling, options, weights).places
@@ -274,7 +293,10 @@ class GreedySearch:
         options: StageOptions,
         weights: Sequence[float],
     ) -> _Filled:
-        """Fill pipeline ranks from the last; none may cost more than ``ceiling`` seconds divided by its weight."""
+        """Fill pipeline ranks with blocks, beginning with the last.
+
+        None of them may cost more than ``ceiling`` seconds divided by its weight.
+        """
         self.filled += shape.pipeline_ranks
         in_flight_by_stage, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
         places: list[_PipelineRankPlace] = []
@@ -338,7 +360,9 @@ class GreedySearch:
     def _even_parts(
         self, shape: Shape, replicas: tuple[int, ...], options: StageOptions
     ) -> Iterator[tuple[tuple[Part, ...], GreedyStages, Device]]:
-        """Yield the parts of each pipeline rank, its fitter and its device."""
+        """Yield the blocks of each pipeline rank's stages, the rank's fitter,
+        and its device, for stages of nearly equal seconds.
+        """
         stages = shape.pipeline_ranks * shape.interleave
         boundaries = even_boundaries(
             [0.0, *accumulate(self._fitter(shape, 0, replicas[0], options).seconds.tolist())],
@@ -359,7 +383,7 @@ class GreedySearch:
             )
 
     def _in_flight(self, shape: Shape) -> list[int]:
-        """Return the micro-batches in flight of every stage."""
+        """Return the micro-batches in flight at every stage."""
         key = shape.schedule, shape.pipeline_ranks, shape.interleave, self.request.count(shape)
         if key not in self._known_in_flight:
             schedule, pipeline_ranks, interleave, micro_batches = key
@@ -448,8 +472,10 @@ class GreedySearch:
         replicas: int,
         options: StageOptions,
     ) -> list[StageChoice]:
-        """Return the stages of one pipeline rank, each verified on its own share of the device; empty if one does not
-        fit."""
+        """Return the stages of one pipeline rank, each verified on its own share of the device's memory.
+
+        Empty if one of them does not fit.
+        """
         device = self.request.device(first, first + replicas)
         directives = place.fitted.directives(place.parts, options.allowed)
         found = []
@@ -468,7 +494,9 @@ def _within(
     choices: Sequence[StageChoice], parts: Sequence[Part], device: Device
 ) -> list[StageChoice]:
     """Return the stages of one pipeline rank with swap limits that fit its device together; empty if there are none.
-    Each stage gets its smallest limit, and the remaining bytes are divided in proportion to these limits."""
+
+    Each stage gets the smallest limit that it needs. The remaining bytes are divided in proportion to these limits.
+    """
     loads, flights = [choice.load for choice in choices], [in_flight for _, _, in_flight in parts]
     least = [load.smallest_swap_limit for load in loads]
     needed = sum(rank_memory(list(zip(loads, flights, least))).values())

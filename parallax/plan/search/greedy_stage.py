@@ -1,8 +1,8 @@
-"""Estimate the speed of a pipeline rank with thousands of blocks: keep, recompute and offload by a greedy rule.
+"""Choose keep, recompute or offload for the blocks of a pipeline rank by a greedy rule, for thousands of blocks.
 
-Blocks are ordered by recomputation seconds per byte freed. The cheapest blocks are recomputed and the dearest
-offloaded, as many of each as the budget needs; for equal blocks that is optimal. Prefix sums answer a request in
-microseconds, and answers are cached by content: stages of equal blocks are computed once.
+Blocks are ordered by recomputation seconds per byte freed. The cheapest blocks are recomputed and the most expensive
+ones offloaded, as many of each as the budget needs; for equal blocks that is optimal. With prefix sums a query takes
+microseconds. Results are cached by the costs of the blocks, so stages of equal blocks are computed once.
 """
 
 from __future__ import annotations
@@ -48,9 +48,12 @@ _Answer = tuple[float, tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class GreedyStage:
-    """The greedy result for a pipeline rank: ``seconds`` per micro-batch; ``cost``, the same with a part of the seconds
-    after the last micro-batch; ``offload``, the fractions of its offloaded states; and the indices of the recomputed
-    and of the offloaded blocks, counted over all parts."""
+    """The greedy choice for a pipeline rank.
+
+    ``seconds`` are per micro-batch. ``cost`` is the same plus a part of the seconds after the last micro-batch.
+    ``offload`` holds the fractions of offloaded states. The other fields are the indices of the recomputed and of the
+    offloaded blocks, counted over all parts. A part is the blocks of one stage.
+    """
 
     seconds: float
     cost: float
@@ -61,7 +64,7 @@ class GreedyStage:
     def directives(
         self, parts: Sequence[Part], allowed: Sequence[Directive]
     ) -> list[tuple[Directive, ...]]:
-        """Return the directives of the blocks, one tuple for each part."""
+        """Return the directives of the blocks, one tuple for each of the ``parts`` (stages)."""
         plain = Directive.KEEP if Directive.KEEP in allowed else allowed[0]
         flat = [plain] * sum(stop - start for start, stop, _ in parts)
         for index in self.recomputed:
@@ -77,13 +80,15 @@ class GreedyStage:
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """The costs of one pipeline rank, for each number of recomputed and of offloaded blocks, with ``in_flight``
-    micro-batches in flight. Blocks are recomputed from the start of ``order``, and offloaded from its end.
+    """The costs of one pipeline rank for each number of recomputed and of offloaded blocks.
+
+    Blocks are recomputed from the start of ``order``, and offloaded from its end. ``in_flight`` micro-batches are in
+    flight.
 
     ``compute``            seconds of forwards and backwards without recomputation and offloading
     ``first``              seconds of the forwards until each block has been visited once
-    ``recompute_freed``,   entry n: bytes freed, and seconds, if the first n blocks of ``order`` are recomputed
-    ``recompute_seconds``
+    ``recompute_freed``    entry n: bytes freed if the first n blocks of ``order`` are recomputed
+    ``recompute_seconds``  entry n: seconds of recomputing these blocks
 
     All other arrays have one entry for each number of ``offloaded`` blocks (0, 1, …):
 
@@ -117,9 +122,11 @@ class _Sums:
 
 @dataclass(frozen=True)
 class PipelineRankKind:
-    """The properties that pipeline ranks of one kind share. Each has ``replicas`` on devices like ``device``, connected
-    by ``link``. A rank has at most ``rows`` rows of each of the ``micro_batches``. ``split``: the schedule splits
-    backwards."""
+    """The properties that all pipeline ranks of one kind share.
+
+    Each has ``replicas`` on devices like ``device``, connected by ``link``. A rank has at most ``rows`` rows of each of
+    the ``micro_batches``. ``split``: the schedule splits backwards.
+    """
 
     device: Device
     link: Link
@@ -133,7 +140,9 @@ class PipelineRankKind:
 
 
 class _Columns:
-    """The cost of each block under each directive: seconds, bytes per micro-batch, and bytes of a running pass."""
+    """The cost of each block under each directive: seconds, bytes per
+    micro-batch, and workspace bytes of a running pass.
+    """
 
     def __init__(self, chain: BlockChain, kind: PipelineRankKind) -> None:
         loads = {
@@ -170,9 +179,11 @@ class _Columns:
 
 
 class GreedyStages:
-    """All pipeline ranks of one ``kind``, whose blocks may have the ``allowed`` directives and whose states may be
-    offloaded by one of the fractions ``host_states``. ``stated`` caches the state costs, which do not depend on
-    rows."""
+    """Chooses directives for all pipeline ranks of one ``kind``.
+
+    Blocks may have the ``allowed`` directives, and states may be offloaded by one of the fractions ``host_states``.
+    ``stated`` caches the costs of states, which do not depend on rows.
+    """
 
     def __init__(
         self,
@@ -197,11 +208,13 @@ class GreedyStages:
 
     @property
     def seconds(self) -> Floats:
-        """Seconds of forward and backward of each block under keep."""
+        """Seconds of forward and backward of each block that keeps its activations."""
         return self._columns.seconds
 
     def find(self, parts: tuple[Part, ...]) -> GreedyStage | None:
-        """Return the fastest result for a pipeline rank that holds ``parts``; None if nothing fits."""
+        """Return the fastest choice of directives for a pipeline rank whose
+        stages are ``parts``; None if nothing fits.
+        """
         if parts not in self._found:
             content = self._content(parts)
             if content not in self._known:
@@ -210,19 +223,21 @@ class GreedyStages:
         return self._found[parts]
 
     def least_seconds(self, start: int, stop: int) -> float:
-        """Return a lower bound on the cost of blocks ``start`` to ``stop``."""
+        """Return a lower bound on the cost of the blocks ``start`` to ``stop`` − 1."""
         return self._columns.least_sums[stop] - self._columns.least_sums[start]
 
     def least_bytes(self, parts: tuple[Part, ...]) -> float:
-        """Return the smallest memory in which a pipeline rank that holds ``parts`` runs; infinite if the capacity of
-        the tier is too small."""
+        """Return the smallest memory in which a pipeline rank with the stages ``parts`` runs.
+
+        The result is infinite if the capacity of the offload tier is too small.
+        """
         content = self._content(parts)
         if content not in self._least:
             self._least[content] = self._fewest(parts)
         return self._least[content]
 
     def _content(self, parts: tuple[Part, ...]) -> Content:
-        """Return a key that is equal for parts with equal costs."""
+        """Return a key that is equal for stages with equal costs."""
         blocks = tuple(
             (self._chain.kinds[start:stop].tobytes(), in_flight) for start, stop, in_flight in parts
         )
@@ -230,8 +245,11 @@ class GreedyStages:
         return blocks, ends, self._sizes(parts), self._rest(parts)
 
     def _fastest(self, parts: tuple[Part, ...]) -> GreedyStage | None:
-        """Return the result with the least cost over all fractions of offloaded states that fit, its seconds after the
-        last micro-batch included; of equal ones the first, which offloads least."""
+        """Return the choice with the least cost over all fractions of offloaded states that fit.
+
+        The cost includes the seconds after the last micro-batch. Of equal choices the first is returned, which offloads
+        least.
+        """
         sums, best, rest = self._sums(parts), None, self._rest(parts)
         for offload, states, after in self._states(parts):
             after += max(0.0, states.ahead_seconds - sums.first)
@@ -279,7 +297,7 @@ class GreedyStages:
         return least
 
     def _states(self, parts: tuple[Part, ...]) -> list[_States]:
-        """Return parameters, gradients and optimizer states for each fraction of offloaded states."""
+        """Return the costs of parameters, gradients and optimizer states for each fraction of offloaded states."""
         sizes = self._sizes(parts)
         if sizes not in self._stated:
             self._stated[sizes] = [self._load(sizes, offload) for offload in self._host_states]
@@ -304,7 +322,9 @@ class GreedyStages:
         return offload, states, states.update_seconds + sent
 
     def _rest(self, parts: tuple[Part, ...]) -> int:
-        """Return the bytes that do not depend on directives, without states."""
+        """Return the device bytes of a pipeline rank that directives do not
+        change, without parameters, gradients and states.
+        """
         gaps = gap_bytes(
             self._device,
             max(float(self._columns.inputs[start:stop].max()) for start, stop, _ in parts),
@@ -347,8 +367,10 @@ class GreedyStages:
         return sum(entering) + sum(leaving)
 
     def _sums(self, parts: tuple[Part, ...]) -> _Sums:
-        """Return prefix sums over the blocks, in the order in which the search recomputes them. It offloads blocks in
-        the reverse order."""
+        """Return prefix sums over the blocks, in the order in which blocks are recomputed.
+
+        Blocks are offloaded in the reverse order.
+        """
         blocks = np.concatenate([np.arange(start, stop) for start, stop, _ in parts])
         in_flight_by_block = np.concatenate(
             [np.full(stop - start, in_flight, dtype=np.float64) for start, stop, in_flight in parts]
@@ -391,8 +413,11 @@ class GreedyStages:
         )
 
     def _fill(self, sums: _Sums, free_bytes: float, tier: int, streaming: float) -> _Answer | None:
-        """Return seconds per micro-batch and the recomputed and offloaded blocks within ``free_bytes`` of the device,
-        while parameter offload occupies the link to the tier for ``streaming`` seconds."""
+        """Return seconds per micro-batch and the recomputed and offloaded blocks that fit ``free_bytes`` of the device.
+
+        ``tier`` is the capacity of the offload tier. Parameter offload occupies the link to the tier for ``streaming``
+        seconds.
+        """
         count = len(sums.order)
         if Directive.KEEP in self._allowed and sums.base[0] + sums.plain[0] <= free_bytes:
             return max(sums.compute, streaming), (), ()
@@ -440,7 +465,7 @@ class GreedyStages:
     def _permitted(
         self, recomputed: NDArray[np.int64], offloaded: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
-        """Return the mask of numbers of recomputed and offloaded blocks that the allowed directives permit."""
+        """Return a mask of the numbers of recomputed and of offloaded blocks that the allowed directives permit."""
         permitted = np.ones(len(offloaded), dtype=np.bool_)
         if Directive.RECOMPUTE not in self._allowed:
             permitted &= recomputed == 0
@@ -454,8 +479,10 @@ class GreedyStages:
 def _unique(
     sums: NDArray[np.int64], ties: Sequence[tuple[int, tuple[int, ...]]], parts: tuple[Part, ...]
 ) -> int:
-    """Return the bytes of all ``parts``, given the prefix ``sums`` over blocks; parameters shared within one part count
-    once."""
+    """Return the bytes of all ``parts``, from the prefix ``sums`` over blocks.
+
+    Parameters that several blocks of one part share count once.
+    """
     total = 0
     for start, stop, _ in parts:
         total += int(sums[stop] - sums[start])

@@ -1,4 +1,4 @@
-"""Explain why no plan fits, and find the smallest changes that fit. Each change is verified by planning again."""
+"""Explain why no plan fits, and find the smallest changes with which one fits, verified by planning again."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ Fits = Callable[[Request], bool]
 
 
 def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasiblePlan:
-    """Return the error for ``request``. ``refused``: the reasons why its candidates do not fit. ``fits`` plans a
-    changed request."""
+    """Return the error for a ``request`` that no plan fits.
+
+    ``refused`` holds the reasons why its candidates do not fit. ``fits`` returns whether a changed request has a plan.
+    """
     config, devices, blocks = request.config, len(request.devices), len(request.profile.blocks)
     if not request.pipeline_rank_counts():
         return InfeasiblePlan(
@@ -77,8 +79,10 @@ def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasibleP
 
 
 def _more_memory(request: Request, needed: int, fits: Fits) -> Iterator[str]:
-    """Yield the memory of each device with which a plan fits: ``needed`` bytes, or more if the full prediction needs
-    more than the search estimated."""
+    """Yield advice on the memory per device with which a plan fits.
+
+    It is ``needed`` bytes, or more if the full prediction needs more than the search estimated.
+    """
     least = min(device.memory_bytes for device in request.devices)
     for _ in range(MEMORY_TRIES):
         size = math.ceil(needed / MIB)
@@ -89,7 +93,7 @@ def _more_memory(request: Request, needed: int, fits: Fits) -> Iterator[str]:
 
 
 def _too_small_a_tier(request: Request, fits: Fits) -> InfeasiblePlan:
-    """Return the error for a request that no device memory makes feasible because the offload tier is too small."""
+    """Return the error for a request that needs a larger offload tier, whatever the memory of the devices."""
     smallest = min(request.devices, key=lambda device: device.tier_bytes)
     name, tier = smallest.tier, smallest.tier_bytes
     fixes = [*_larger_tier(request, tier, fits), *_other_fixes(request, fits)]
@@ -100,7 +104,7 @@ def _too_small_a_tier(request: Request, fits: Fits) -> InfeasiblePlan:
 
 
 def _larger_tier(request: Request, tier: int, fits: Fits) -> Iterator[str]:
-    """Yield the smallest tier that fits, in MiB, with the device memory that it needs in addition."""
+    """Yield advice on the smallest offload tier that fits, in MiB, with the device memory that it needs in addition."""
     least = min(device.memory_bytes for device in request.devices)
     needed = _least_memory(request.changed(cluster=_with_capacity(request, least, UNBOUNDED)))
     if needed is None:
@@ -135,7 +139,7 @@ def _with_capacity(request: Request, memory: int, tier: int) -> Cluster:
 
 
 def _other_fixes(request: Request, fits: Fits) -> Iterator[str]:
-    """Yield changes other than memory: the smallest of each kind."""
+    """Yield advice on changes other than memory, the smallest change of each kind."""
     config = request.config
     for rows in [
         size for size in sizes(request.global_batch, AUTO) if size < min(request.microbatches)
@@ -172,12 +176,12 @@ def _least_memory(request: Request) -> int | None:
 
 
 def _lists(replicas: int | str | list[int]) -> TypeGuard[list[int]]:
-    """Return whether the replicas of each stage are listed."""
+    """Return whether the user listed the replicas of each stage."""
     return isinstance(replicas, list | tuple)
 
 
 def _devices_setting(config: PlanConfig) -> str:
-    """Return ``=N`` if stages and replicas fix the number of devices."""
+    """Return the text ``=N`` if stages and replicas fix the number of devices, otherwise ''."""
     stages, replicas = config.stages, config.replicas
     if _lists(replicas):
         return f"={sum(replicas)}"

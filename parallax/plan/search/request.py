@@ -1,4 +1,4 @@
-"""The search request: devices in order, micro-batch sizes and shapes to try, and the formula for the time of a step.
+"""The search request: the devices in order, the micro-batch sizes and shapes to try, and a formula for a step's time.
 
 A pipeline whose ranks need t seconds per micro-batch needs about ``M · max t + ramp · (Σ t − max t)``: the slowest
 pipeline rank works all the time, the others fill and drain the pipeline (GPipe, Huang et al. 2019; the ramp of
@@ -60,7 +60,10 @@ WORST: Score = (math.inf, math.inf)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A family of pipelines that are searched together. No pipeline of the shape has a score below ``bound``."""
+    """The pipelines with the same schedule, micro-batch size and number of stages and pipeline ranks.
+
+    ``bound`` is a lower bound on the score of all of them.
+    """
 
     schedule: Schedule
     microbatch: int
@@ -79,7 +82,10 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A complete pipeline and its score by the formula; ``order`` lists the devices by pipeline rank."""
+    """A complete pipeline and its score, the step's time by the formula.
+
+    ``order`` lists the devices by pipeline rank.
+    """
 
     score: Score
     shape: Shape
@@ -87,14 +93,15 @@ class Candidate:
     order: tuple[int, ...]
 
     def same(self, other: Candidate) -> bool:
-        """Return whether both describe the same plan."""
+        """Return whether both candidates describe the same plan."""
         return (self.shape, self.stages, self.order) == (other.shape, other.stages, other.order)
 
 
 class Request:
-    """A request to the search, for one order of the devices. ``profile``: the costs of a step of ``task``
-    (:func:`~parallax.plan.cost.forward.task_costs`). Forwards alone are tried under GPipe only: all orders of forwards
-    are equally fast.
+    """The input of a search, for one order of the devices.
+
+    ``profile`` holds the costs of a step of ``task`` (:func:`~parallax.plan.cost.forward.task_costs`). Evaluation and
+    inference are tried under GPipe only, because all orders of forwards are equally fast.
 
     ``gather_loss`` restricts the search to schedules under which one loss can be computed over all rows. ``idle``
     allows replicas without rows, for ranks that have already started although no plan has rows for them.
@@ -149,7 +156,7 @@ class Request:
             )
 
     def changed(self, **changes: object) -> Request:
-        """Return the same request with other arguments of :meth:`__init__`."""
+        """Return the same request with some arguments of :meth:`__init__` changed."""
         fields = {
             "profile": self.profile,
             "cluster": self.cluster,
@@ -166,7 +173,10 @@ class Request:
         return Request(**fields)  # type: ignore[arg-type]
 
     def orders(self) -> list[Request]:
-        """Return one request for each order of the kinds of devices: the pipeline may begin on any kind."""
+        """Return one request for each order of the kinds of devices.
+
+        The order matters: the pipeline begins on the first kind.
+        """
         kinds = list(dict.fromkeys(self.cluster.devices))
         ranks = [
             [rank for rank, device in enumerate(self.cluster.devices) if device == kind]
@@ -177,7 +187,7 @@ class Request:
 
     @cached_property
     def allowed(self) -> list[Directive]:
-        """The directives that blocks may have; forwards alone save nothing."""
+        """The directives that blocks may have. In evaluation and inference nothing is saved."""
         if not self.task.trains:
             return [Directive.KEEP]
         wanted = (
@@ -211,7 +221,10 @@ class Request:
 
     @property
     def _forward_states(self) -> tuple[OffloadFractions, ...]:
-        """The fractions of parameters that forwards may fetch from the offload tier; no device needs to step them."""
+        """The fractions of parameters that evaluation and inference may offload.
+
+        No device needs to step these parameters.
+        """
         parameters = self.config.parameters
         if parameters == "host" and not self.swap:
             raise ConfigError("plan.parameters=host needs a tier: swap.tier is none")
@@ -223,24 +236,26 @@ class Request:
 
     @property
     def _on_device(self) -> tuple[OffloadFractions, ...]:
-        """The options that keep all states on the device."""
+        """The options of sharding that keep all states on the device."""
         return {"none": (ALL_ON_DEVICE,), "optimizer": (SHARDED,)}.get(
             self.config.shard, (ALL_ON_DEVICE, SHARDED)
         )
 
     def visits(self, shape: Shape) -> Visits:
-        """Return how many micro-batches in a row each block of ``shape`` computes
-        (:class:`~parallax.plan.plan.Visits`). Unless every stage has a single block, this is one."""
+        """Return the visits of each block of ``shape`` (:class:`~parallax.plan.plan.Visits`).
+
+        Unless every stage has a single block, each visit computes one micro-batch.
+        """
         alone = shape.pipeline_ranks * shape.interleave == len(self.profile.blocks)
         return visits_of(shape.schedule, self.count(shape), alone=alone, task=self.task)
 
     def boundaries_held(self, shape: Shape) -> int:
-        """Return the boundary tensors that a rank holds at one time."""
+        """Return the number of boundary tensors that a rank holds at one time."""
         return boundaries_held(shape.schedule, shape.pipeline_ranks, self.count(shape))
 
     @property
     def small(self) -> bool:
-        """Whether every pipeline is evaluated."""
+        """Whether the request is small enough to evaluate every pipeline."""
         return len(self.profile.blocks) * len(self.devices) <= EXACT_PLACES
 
     @property
@@ -252,7 +267,7 @@ class Request:
         return micro_batch_count(self.global_batch, shape.microbatch)
 
     def shapes(self) -> Iterator[Shape]:
-        """Yield every shape that uses every device, with its bound."""
+        """Yield every pipeline shape that uses every device, with a lower bound on its score."""
         blocks, devices = len(self.profile.blocks), len(self.devices)
         for schedule, pipeline_ranks in itertools.product(
             self.schedules, self.pipeline_rank_counts()
@@ -268,10 +283,12 @@ class Request:
                     yield replace(shape, bound=bound)
 
     def sizes(self, pipeline_ranks: int, schedule: Schedule | None = None) -> list[int]:
-        """Return the micro-batch sizes to try, in rows: the configured one, or the halvings of the batch and the sizes
-        that partition rows evenly (:mod:`parallax.plan.microbatches`) over the pipeline rank with the most replicas
-        or with the fewest. If a schedule groups micro-batches, the number of pipeline ranks must divide their
-        number."""
+        """Return the micro-batch sizes to try, in rows.
+
+        This is the configured size or, for auto, the halvings of the batch and the sizes that divide rows evenly
+        (:mod:`parallax.plan.microbatches`) over the pipeline rank with the most or with the fewest replicas. If a
+        schedule groups micro-batches, the number of pipeline ranks must divide the number of micro-batches.
+        """
         if self.microbatch != AUTO:
             return self.microbatches
         step, replicas = (
@@ -301,8 +318,9 @@ class Request:
         ]
 
     def _groups(self, schedule: Schedule, microbatch: int) -> list[Schedule]:
-        """Return ``schedule`` with each number of micro-batches in a group to try: all of them, and the halves of that
-        down to two."""
+        """Return ``schedule`` with each group size to try: all
+        micro-batches, and repeated halves of that down to two.
+        """
         if schedule.grouping is None:
             return [schedule]
         if self.config.group != AUTO:
@@ -314,9 +332,11 @@ class Request:
         return found
 
     def _allows(self, shape: Shape) -> bool:
-        """Return whether a shape is valid. Zero-bubble schedules split the backward, which the profile must measure
-        separately; interleaving assigns micro-batches in groups of the number of pipeline ranks (Narayanan et al.
-        2021, section 2.2)."""
+        """Return whether a pipeline shape is valid.
+
+        Zero-bubble schedules split the backward, so the profile must contain separate measurements. Interleaving
+        assigns micro-batches in groups of the number of pipeline ranks (Narayanan et al. 2021, section 2.2).
+        """
         if self.gather_loss and not shape.schedule.forwards_first(
             shape.pipeline_ranks, self.count(shape), shape.interleave
         ):
@@ -332,7 +352,7 @@ class Request:
 
     @cached_property
     def _weight_share(self) -> float:
-        """Fraction of forward and backward seconds that computes parameter gradients."""
+        """The fraction of forward and backward seconds in which parameter gradients are computed."""
         rows = self.microbatches[-1]
         total = sum(
             b.forward_seconds.at(rows) + b.backward_seconds.at(rows) for b in self.profile.blocks
@@ -345,18 +365,22 @@ class Request:
 
     @property
     def loss_seconds(self) -> float:
-        """Seconds of the loss over all rows, which every rank waits for; 0 if each micro-batch has its own loss."""
+        """Seconds of the loss over all rows, for which every rank waits; 0 if each micro-batch has its own loss."""
         return self.profile.blocks[-1].gathered_seconds / self._fastest
 
     def ramp(self, shape: Shape) -> float:
-        """Return the time to fill and drain the pipeline, as a fraction of the seconds per micro-batch of all pipeline
-        ranks but the slowest."""
+        """Return the time to fill and drain the pipeline.
+
+        It is a fraction of the seconds per micro-batch of all pipeline ranks except the slowest.
+        """
         return shape.schedule.ramp.left(self._weight_share, shape.interleave)
 
     def score(self, shape: Shape, slowest: float, total: float, tail: float, work: float) -> Score:
-        """Return the step seconds by the formula. ``slowest`` and ``total`` are seconds per micro-batch of the slowest
-        pipeline rank and of all; ``tail`` is the seconds after the last micro-batch; ``work`` is the seconds of all
-        replicas."""
+        """Return the seconds of a step by the formula.
+
+        ``slowest`` and ``total`` are seconds per micro-batch of the slowest pipeline rank and of all. ``tail`` is the
+        seconds after the last micro-batch, and ``work`` the seconds of all replicas.
+        """
         micro_batches = self.count(shape)
         pipelined = micro_batches * slowest + self.ramp(shape) * (total - slowest)
         if shape.split:  # weight-gradient passes can fill the bubble of the rest, but no more
@@ -376,8 +400,11 @@ class Request:
         tail: float,
         work: float,
     ) -> Score:
-        """Return the score if ``pipeline_ranks`` further pipeline ranks divided the blocks 0 to ``stop`` ideally over
-        the first ``left`` devices."""
+        """Return a lower bound on the score after the last stages of a pipeline are chosen.
+
+        It assumes that ``pipeline_ranks`` more pipeline ranks divide the blocks before ``stop`` ideally, on the first
+        ``left`` devices.
+        """
         if pipeline_ranks:
             rest, power = self.seconds(shape.microbatch, 0, stop), self._powers[left]
             slowest = max(slowest, rest / power)
@@ -387,7 +414,9 @@ class Request:
         return sharing * ROUNDING, alone * ROUNDING
 
     def seconds(self, rows: int, start: int, stop: int) -> float:
-        """Return the seconds of blocks for a micro-batch of ``rows`` without recomputation."""
+        """Return the seconds of the blocks ``start`` to ``stop`` − 1 for a
+        micro-batch of ``rows``, without recomputation.
+        """
         sums = self._sums(rows)
         return sums[stop] - sums[start]
 
@@ -401,8 +430,11 @@ class Request:
         )
 
     def _find_device(self, first: int, stop: int) -> Device:
-        """Return the device that a stage on devices ``first`` to ``stop``, in this order, is planned for: the minimum
-        of each capacity."""
+        """Return a device with the smallest of each capacity among the devices ``first`` to ``stop`` − 1, in this
+        order.
+
+        A stage on these devices is planned for it.
+        """
         kinds = list(dict.fromkeys(self.devices[first:stop]))
         tightest = min(kinds, key=lambda device: device.memory_bytes - device.fixed_bytes)
         return replace(
@@ -413,11 +445,11 @@ class Request:
         )
 
     def _find_link(self, first: int, stop: int) -> Link:
-        """Return the slowest link among devices ``first`` to ``stop``, in this order."""
+        """Return the slowest link among the devices ``first`` to ``stop`` − 1, in this order."""
         return link_among(self.order[first:stop], self.cluster)
 
     def setting(self, shape: Shape, first: int, stop: int, in_flight: int) -> StageSetting:
-        """Return the execution setting of a stage on devices ``first`` to ``stop``."""
+        """Return the setting (:class:`StageSetting`) of a stage on the devices ``first`` to ``stop`` − 1."""
         replicas = stop - first
         link = self.link(first, stop) if replicas > 1 else None
         rows = -(-shape.microbatch // replicas)
@@ -433,9 +465,11 @@ class Request:
         )
 
     def beside(self, shape: Shape) -> Beside:
-        """Return the largest number of ranks of the stages before and after a stage. The bytes of a stage
-        with larger neighbours, as with the uneven replica counts that large requests leave out, are proved when its
-        plan is predicted."""
+        """Return the assumed numbers of ranks of the stages before and after a stage.
+
+        Large requests assume even replica counts. If a plan has larger neighbouring stages, its prediction counts the
+        actual bytes.
+        """
         requested, most = self.config.replicas, len(self.devices) - shape.pipeline_ranks + 1
         if requested != AUTO:
             most = max(requested) if isinstance(requested, list | tuple) else int(requested)
@@ -444,9 +478,11 @@ class Request:
         return most, most
 
     def pipeline_rank_counts(self) -> list[int]:
-        """Return the numbers of pipeline ranks that can use every device: each needs at least one block and one device.
+        """Return the numbers of pipeline ranks to try, each of which needs at least one block and one device.
+
         Large numbers are tried only if they divide the devices, partition the blocks evenly, or are the smallest that
-        can hold the states."""
+        can hold the states.
+        """
         devices, blocks = len(self.devices), len(self.profile.blocks)
         most = min(devices, blocks)
         if self.config.stages != AUTO:
@@ -473,8 +509,10 @@ class Request:
         return replicas == AUTO or int(replicas) * pipeline_ranks == devices
 
     def replica_choices(self, shape: Shape, pipeline_rank: int, left: int) -> Sequence[int]:
-        """Return the replica counts of a pipeline rank that keep at least one device for each earlier pipeline rank;
-        the first one uses all remaining devices."""
+        """Return the replica counts to try for a pipeline rank if ``left`` devices are left.
+
+        At least one device is kept for each earlier pipeline rank. The first pipeline rank uses all remaining devices.
+        """
         replicas = self.config.replicas
         if isinstance(replicas, list | tuple):
             return [replicas[pipeline_rank]]
@@ -487,14 +525,12 @@ class Request:
         ]
 
     def has_rows(self, shape: Shape, replicas: int) -> bool:
-        """Return whether each of ``replicas`` has a row of every micro-batch. A replica without rows would be idle for
-        the whole step."""
+        """Return whether each of ``replicas`` has a row of every micro-batch. Otherwise a replica would be idle."""
         return self.idle or replicas <= fewest_rows(self.global_batch, self.count(shape))
 
     @cached_property
     def least_pipeline_ranks(self) -> int:
-        """The smallest number of pipeline ranks whose devices can hold parameters, gradients and optimizer states
-        alone."""
+        """The smallest number of pipeline ranks whose devices can hold parameters, gradients and optimizer states."""
         largest = max(self.devices, key=lambda device: device.memory_bytes - device.fixed_bytes)
         sizes, most = Sizes.of(self.profile, 0, len(self.profile.blocks)), len(self.devices)
         lasting = min(

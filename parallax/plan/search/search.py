@@ -1,9 +1,9 @@
-"""Find the fastest plan: stages × replicas × micro-batch × schedule × keep/recompute/offload × tier × order of the
-devices.
+"""Find the fastest plan.
 
+The search covers stages × replicas × micro-batch × schedule × keep/recompute/offload × tier × order of the devices.
 Small requests are solved exactly under the formula of :mod:`parallax.plan.search.request`, larger ones by the greedy
 rule of :mod:`parallax.plan.search.greedy`, with a lower bound. In both cases the best candidates are predicted in full,
-by the event simulator where possible, and the prediction decides time and memory.
+by the event simulator if possible, and the prediction decides time and memory.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ AS_FAST = 1.01  # factor of the shortest step up to which fewer devices are pref
 class SearchResult:
     """The pipelines found over all orders of the devices.
 
-    ``timed``          simulated pipelines, the candidates with the best scores among them
+    ``timed``          simulated pipelines, including the candidates with the best scores
     ``candidates``     pipelines with their scores by the formula
     ``compared``       number of evaluated pipelines
     ``exact``          whether no other pipeline has a better score by the formula
-    ``bound_seconds``  a lower bound of the step
+    ``bound_seconds``  a lower bound on the seconds of a step
     """
 
     timed: list[Timed]
@@ -79,13 +79,14 @@ def search(
     task: PlanTask = PlanTask.TRAINING,
     progress: Progress = lambda text: None,
 ) -> tuple[Plan, Forecast]:
-    """Return the fastest plan of ``task`` for ``cluster``, and the forecast of its step; ``profile`` is of training.
+    """Return the fastest plan of ``task`` for ``cluster``, and the forecast of its step.
 
-    Every replica gets rows. With ``spare``, the plan may use only the first devices if that makes the step shorter; on
-    large clusters only a few device counts are tried. ``microbatch`` is in rows; auto tries the halvings of the batch
-    and the sizes that divide the batch evenly over the replicas. ``gather_loss`` restricts the search to plans that
-    compute one loss over all rows of the batch; ``progress`` receives status messages. Raises :class:`InfeasiblePlan`,
-    with the smallest change found that fits, if no plan fits.
+    ``profile`` is of training. Every replica gets rows. With ``spare``, the plan may use only the first devices if that
+    makes the step shorter; on large clusters only a few device counts are tried. ``microbatch`` is in rows; auto tries
+    the halvings of the batch and the sizes that divide the batch evenly over the replicas. ``gather_loss`` restricts
+    the search to plans that compute one loss over all rows of the batch. ``progress`` receives status messages.
+
+    Raises :class:`InfeasiblePlan`, with the smallest change found that fits, if no plan fits.
     """
     whole = Request(
         task_costs(profile, task),
@@ -119,8 +120,10 @@ def search(
 
 
 def _device_counts(config: PlanConfig, devices: int) -> list[int]:
-    """Return the device counts to try, largest first: every count that stages and replicas allow. If there are many,
-    the counts that stages with equally many replicas use completely come right after the largest."""
+    """Return the device counts to try, largest first: every count that stages and replicas allow.
+
+    If there are many, the counts that equally replicated stages use completely follow right after the largest.
+    """
     if config.ranks is not None:
         return [devices]
     step = 1 if config.replicas == AUTO else int(str(config.replicas))
@@ -140,7 +143,7 @@ def has_rows_for_all(request: Request) -> bool:
 
 @dataclass(frozen=True)
 class _Answer:
-    """The result for one number of devices: pipelines with their forecasts, best first."""
+    """The result of a search for one number of devices: pipelines with their forecasts, best first."""
 
     request: Request
     found: SearchResult
@@ -149,8 +152,10 @@ class _Answer:
 
     @classmethod
     def of(cls, request: Request, progress: Progress) -> _Answer:
-        """Search the best pipelines of a request. Forwards keep their weights on the device if that is about as fast as
-        fetching them."""
+        """Return the best pipelines of a request.
+
+        In evaluation and inference, weights stay on the device if that is about as fast as fetching them.
+        """
         found = cls._searched(request, progress)
         free = not request.task.trains and request.config.parameters == AUTO
         if not free or not found.predicted or not _fetches(found.predicted[0][0]):
@@ -203,8 +208,11 @@ def _fetches(pipeline: Pipeline) -> bool:
 
 
 def _reads_weights_often(request: Request, pipeline: Pipeline) -> bool:
-    """Return whether ``pipeline`` reads offloaded weights for each of several micro-batches, and the configuration
-    allows a schedule that reads them once for all."""
+    """Return whether ``pipeline`` reads offloaded weights once per micro-batch although another schedule could avoid
+    it.
+
+    The configuration must allow a schedule that reads them once for several micro-batches.
+    """
     config = request.config
     free = config.schedule == config.interleave == AUTO and config.activations != Directive.OFFLOAD
     return free and any(
@@ -220,8 +228,10 @@ def find_candidates(
     *,
     progress: Progress = lambda text: None,
 ) -> SearchResult:
-    """Return the pipelines that may be the best, over all orders of the devices. For small requests they include the
-    ``most`` best by the formula, which are found exactly."""
+    """Return the pipelines that may be the best, over all orders of the devices.
+
+    For small requests they include the ``most`` best by the formula, which are found exactly.
+    """
     timed: list[Timed] = []
     best: list[Candidate] = []
     compared, exact, bound = 0, True, math.inf
@@ -271,9 +281,11 @@ def find_candidates(
 def _predict(
     timed: Sequence[Timed], forecasts: Forecasts, progress: Progress
 ) -> list[tuple[Pipeline, Forecast]]:
-    """Return the forecasts of the pipelines that may be the best, best first. The simulator finds waits that the
-    longest path does not include, so every pipeline that seems faster than the best is predicted, and
-    :data:`PREDICTED` in any case."""
+    """Return the forecasts of the pipelines that may be the best, best first.
+
+    The simulator finds waits that the longest path does not include. So every pipeline that seems faster than the best
+    forecast is predicted, and at least :data:`PREDICTED` pipelines.
+    """
     best = forecasts.least()
     for other in sorted(timed, key=lambda other: other.least):
         enough = other.least >= best and len(forecasts.known) >= PREDICTED
@@ -287,8 +299,10 @@ def _predict(
 def _with_inputs_ahead(
     profile: ModelProfile, cluster: Cluster, pipeline: Pipeline
 ) -> tuple[Pipeline, Forecast]:
-    """Return ``pipeline`` with a forecast that includes all spans, which the search discards. On accelerators, the
-    pipeline also copies the inputs of the next micro-batch ahead, if their memory fits."""
+    """Return ``pipeline`` with a forecast that includes all spans, which the search discards.
+
+    On accelerators, the pipeline also copies the inputs of the next micro-batch ahead, if they fit the memory.
+    """
     ahead = replace(pipeline.stages[0], inputs_ahead=True)
     accelerated = all(device.kind not in CPUS for device in cluster.devices)
     if accelerated and pipeline.micro_batches(pipeline.global_batch) > 1:
@@ -299,8 +313,10 @@ def _with_inputs_ahead(
 
 
 def _fits(request: Request) -> bool:
-    """Return whether a plan for this request exists, predicted in full. Shapes that need the least memory are tried
-    first, because they are the most likely to fit."""
+    """Return whether the request has a plan that fits according to the full prediction.
+
+    Pipeline shapes that need the least memory are tried first, because they are the most likely to fit.
+    """
     forecasts = Forecasts(request)
     for ordered in request.orders():
         quick = GreedySearch(ordered)
@@ -325,7 +341,10 @@ _LONG = (
 
 
 def describe(pipeline: Pipeline) -> str:
-    """Return a plan in one line: ``1f1b, 2 stages × [1, 2] replicas, 8 micro-batches of 2, keep 6, offload 4``."""
+    """Return a description of a plan in one line.
+
+    For example: ``1f1b, 2 stages × [1, 2] replicas, 8 micro-batches of 2, keep 6, offload 4``.
+    """
     replicas = [stage.replicas for stage in pipeline.stages[: pipeline.pipeline_ranks]]
     shown = str(replicas[0]) if len(set(replicas)) == 1 else str(replicas)
     if len(shown) > _LONG:
@@ -351,8 +370,10 @@ def describe(pipeline: Pipeline) -> str:
 def _runners_up(
     chosen: tuple[Pipeline, Forecast], others: Sequence[tuple[Pipeline, Forecast]]
 ) -> list[Alternative]:
-    """Return the alternatives with reasons: by how much each is slower, and which term grew most, over all pipeline
-    ranks. Alternatives with equal descriptions are listed once."""
+    """Return the alternatives to the chosen plan with reasons: by how much each is slower, and which term grew most.
+
+    Terms are averaged over all pipeline ranks. Alternatives with equal descriptions are listed once.
+    """
     found: dict[str, Alternative] = {}
     mine, best = _mean_terms(chosen[1]), chosen[1].step_seconds
     for pipeline, forecast in others:

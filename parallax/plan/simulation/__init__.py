@@ -1,1 +1,1 @@
-"""Simulate action lists (timeline and peaks), and correct profiles with the measurements of a run."""
+"""Simulate the action lists of a plan (timeline and peaks), and correct profiles with the measurements of a run."""

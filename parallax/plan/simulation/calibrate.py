@@ -1,11 +1,11 @@
 """Correct a profile with the measurements of a run that was planned with it.
 
-The planner's spans and the executor's have one format, so the error of a stage's prediction is the ratio of the busy
-seconds in its spans. Each block's forward and backward are scaled by the ratio of the stage that held it; the
-distribution of the error within a stage stays unknown, and the stage as a whole is exact. A ratio of spans compares two
-machines under the same contention: ranks that share cores slow each other down in both. But new seconds change the
-overlap of the ranks. Given the cluster, the corrected profile therefore predicts the same plan again and is corrected
-by the remaining error; this repeats.
+The planner's spans and the executor's have one format, so a stage's prediction can be compared with its measurement:
+the ratio of the busy seconds. Each block's forward and backward are scaled by the ratio of the stage that held it. How
+the error is distributed within a stage remains unknown, but the stage as a whole becomes exact. Contention does not
+distort the ratio: ranks that share cores slow each other down in both predicted and measured spans. But new seconds
+change the overlap of the ranks. So, given the cluster, the corrected profile predicts the same plan again and is
+corrected by the remaining error; this repeats.
 
 A ratio needs measured time. Seconds that are a negligible part of a step, and actions so short that most of their time
 is dispatch, give no ratio; the error of the whole step covers them.
@@ -45,11 +45,11 @@ def calibrate(
     plan: Plan,
     cluster: Cluster | None = None,
 ) -> ModelProfile:
-    """Return ``profile``, corrected until its prediction for ``plan`` agrees with the spans ``measured``.
-    ``predicted``: the spans that ``profile`` predicts.
+    """Return ``profile``, corrected until its prediction for ``plan`` agrees with the ``measured`` spans.
 
-    ``predicted`` and ``measured`` hold every rank's spans of one or more steps under ``plan``. Without ``cluster`` the
-    ratios are applied once. Raises :class:`PlanError` if the spans or the profile belong to another plan.
+    ``predicted`` are the spans that ``profile`` predicts. Both hold every rank's spans of one or more steps under
+    ``plan``. Without ``cluster`` the ratios are applied once. Raises :class:`PlanError` if the spans or the profile
+    belong to another plan.
     """
     before, after = list(predicted), list(measured)
     _check(profile, plan, before, after)
@@ -70,7 +70,7 @@ def calibrate(
 
 
 def step_seconds(spans: Sequence[Span]) -> float:
-    """Return the seconds from the first start to the last end of a step; the median over the steps."""
+    """Return the seconds of a step from the first start to the last end: the median over the steps."""
     steps: defaultdict[int, list[Span]] = defaultdict(list)
     for span in spans:
         steps[span.step].append(span)
@@ -80,8 +80,11 @@ def step_seconds(spans: Sequence[Span]) -> float:
 
 
 def seconds_by_term(spans: Iterable[Span]) -> dict[int, dict[str, float]]:
-    """Return the seconds of one step by rank and term: forward, backward (recomputed forwards included), stall (waiting
-    for swapped data), read (waiting for rows), receive (waiting for neighbours), reduce, update, and idle, the rest."""
+    """Return the seconds of one step by rank and term.
+
+    The terms are forward, backward (including recomputed forwards), stall (waiting for swapped data), read (waiting for
+    rows), receive (waiting for neighbours), reduce, update, and idle (the rest).
+    """
     found: dict[int, dict[str, float]] = {}
     listed = list(spans)
     length = max((span.end for span in listed), default=0.0) - min(
@@ -109,7 +112,7 @@ def seconds_by_term(spans: Iterable[Span]) -> dict[int, dict[str, float]]:
 def _corrected(
     profile: ModelProfile, before: Sequence[Span], after: Sequence[Span], plan: Plan
 ) -> ModelProfile:
-    """Return the profile after one round of ratios."""
+    """Return the profile after one correction by the ratios of measured to predicted seconds."""
     was, now = _busy(before, plan), _evident(after, plan)
     blocks = list(profile.blocks)
     for index, stage in enumerate(plan.stages):
@@ -138,8 +141,10 @@ def _corrected(
 
 
 def _stretched(profile: ModelProfile, cluster: Cluster, plan: Plan, goal: float) -> ModelProfile:
-    """Return the profile scaled so that the predicted step takes ``goal`` seconds, the measured time: time outside
-    blocks (messages, dispatch) is distributed over the blocks."""
+    """Return the profile scaled so that the predicted step takes ``goal`` seconds, the measured time.
+
+    Time outside blocks (messages, dispatch) is distributed over the blocks.
+    """
     best, smallest = profile, float("inf")
     for _ in range(ROUNDS):
         ratio = goal / step_seconds(simulate(profile, cluster, plan).spans)
@@ -174,11 +179,11 @@ def scaled(line: Affine, ratio: float) -> Affine:
 
 
 def _busy(spans: Sequence[Span], plan: Plan) -> Busy:
-    """Return (stage, kind of action) → compute seconds per step of the stage's ranks, without waits for swapping; the
-    median over the steps. Reading rows counts as computing, so that the corrected profile predicts the step of the run.
+    """Return the compute seconds per step by (stage, kind of action): the median over the steps, without waits for
+    swapping.
 
-    The last of several backwards of a replicated stage is excluded: in a run it also waits for the gradients of the
-    replicas.
+    Reading rows counts as computing, so that the corrected profile predicts the step of the run. The last of several
+    backwards of a replicated stage is excluded, because it also waits for the gradients of the replicas.
     """
     lists: defaultdict[tuple[int, int, int, str], list[Span]] = defaultdict(list)
     for span in spans:
@@ -197,7 +202,7 @@ def _busy(spans: Sequence[Span], plan: Plan) -> Busy:
 
 
 def _evident(spans: Sequence[Span], plan: Plan) -> Busy:
-    """Return the entries of :func:`_busy` that took long enough to be measured reliably."""
+    """Return the results of :func:`_busy` that are long enough to be measured reliably."""
     steps = len({span.step for span in spans})
     actions = Counter((span.stage, TERMS[span.kind]) for span in spans if span.kind in TERMS)
     least = LEAST_SHARE * step_seconds(spans)
@@ -211,9 +216,11 @@ def _evident(spans: Sequence[Span], plan: Plan) -> Busy:
 def evident_factors(
     factors: Mapping[int, float], predicted: Sequence[Span], measured: Sequence[Span]
 ) -> dict[int, float]:
-    """Return the ``factors`` of slow ranks, each limited by the slowness that the measured spans show: the rank's
-    measured over its predicted compute seconds, relative to the ranks without a factor. Ranks whose spans show no
-    slowness are omitted."""
+    """Return the slow-down factors of slow ranks, none larger than the slow-down that the measured spans show.
+
+    This slow-down is the ratio of the rank's measured and predicted compute seconds, relative to the ranks without a
+    factor. Ranks whose spans show no slow-down are omitted.
+    """
     was, now = busy_by_rank(predicted), busy_by_rank(measured)
     others = [rank for rank in now if rank not in factors and was.get(rank, 0.0) > 0]
     usual = sum(now[rank] for rank in others) / max(1e-12, sum(was[rank] for rank in others))
@@ -228,8 +235,10 @@ def evident_factors(
 
 
 def _update(spans: Iterable[Span]) -> Busy:
-    """Return the seconds of an update: the shortest one of a step, because the last rank to reach an update does not
-    wait for others in it; the median over the steps."""
+    """Return the seconds of an update without waits, as the median over the steps.
+
+    In each step the shortest update counts: that of the last rank to reach it, which does not wait for others.
+    """
     steps: defaultdict[int, list[float]] = defaultdict(list)
     for span in spans:
         if span.kind == "update":

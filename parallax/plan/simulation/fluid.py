@@ -5,9 +5,9 @@ end of work to the next. Coroutines yield the :class:`Signal` that they wait for
 
 All work of a resource advances at one speed. So a resource needs only one clock, which runs at that speed: a piece of
 work ends when the clock has advanced by the work's seconds, however often the speed changed (virtual time; Zhang 1990,
-"Virtual Clock"; Demers et al. 1989, "Analysis and Simulation of a Fair Queueing Algorithm"). Each resource keeps its
-ends in a heap, and the simulator a heap of the resources' next ends, so that an event costs the logarithm of the number
-of pieces under way.
+"Virtual Clock"; Demers et al. 1989, "Analysis and Simulation of a Fair Queueing Algorithm"). Each resource has a heap
+of its ends of work, and the simulator has a heap of the resources' next ends. So an event costs the logarithm of the
+number of running pieces of work.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ALONE = -1  # the number of announcements of work without a resource
 
 @dataclass(eq=False, slots=True)
 class Signal:
-    """An event that occurs once. It then resumes the ``waiting`` routines and calls ``then``."""
+    """An event that occurs once. It then resumes the coroutines in ``waiting`` and calls ``then``."""
 
     done: bool = False
     waiting: list[Routine] = field(default_factory=list)
@@ -40,8 +40,10 @@ class Signal:
 
 @dataclass(eq=False, slots=True)
 class Transfer(Signal):
-    """An operation with a duration; it completes at ``due`` on its resource's clock. ``factor`` is its own speed
-    relative to that of the resource."""
+    """An operation with a duration. It completes when the clock of its resource reaches ``due``.
+
+    ``factor`` is the operation's speed relative to the speed of the resource.
+    """
 
     due: float = 0.0
     factor: float = 1.0
@@ -51,8 +53,8 @@ class Transfer(Signal):
 class Resource:
     """A capacity that concurrent work shares. ``speeds[k − 1]``, if measured, is the speed of each of k users.
 
-    ``clock`` is the value of its clock at second ``read_at``; since then the clock runs at ``speed``. ``announced``
-    counts the scheduled ends. Only the last one is valid, and it assumes ``announced_speed``.
+    ``clock`` is the resource's clock at second ``read_at``; since then it runs at ``speed``. ``announced`` counts the
+    scheduled ends of work. Only the last one is valid, and it assumes ``announced_speed``.
     """
 
     capacity: float
@@ -66,8 +68,10 @@ class Resource:
     ends: list[tuple[float, int, Transfer]] = field(default_factory=list)
 
     def advance(self, now: float, change: int) -> None:
-        """Advance the clock to ``now``, then change the number of users by ``change``. With more users than were
-        measured, the total speed stays that of the largest measured number."""
+        """Advance the clock to second ``now``, then change the number of users by ``change``.
+
+        With more users than were measured, the total speed stays that of the largest measured number.
+        """
         self.clock += (now - self.read_at) * self.speed
         self.read_at = now
         self.users += change
@@ -100,13 +104,16 @@ class Simulator:
         self._number = count()
 
     def spawn(self, name: Name, routine: Routine) -> None:
-        """Add a coroutine; ``name()``, called only at a deadlock, names it in the message."""
+        """Add a coroutine. ``name()`` returns its name for the message about a deadlock."""
         self._ready.append(routine)
         self._blocked[routine] = name
 
     def work(self, seconds: float, resource: Resource, factor: float = 1.0) -> Transfer:
-        """Start work and return the signal of its end. Without other work on ``resource`` it takes ``seconds`` /
-        ``factor``; ``factor`` is the work's own speed."""
+        """Start work and return the signal of its end.
+
+        Without other work on ``resource`` it takes ``seconds`` / ``factor``, where ``factor`` is the relative speed of
+        the work.
+        """
         work = Transfer(factor=factor)
         if seconds <= 0:
             work.done = True
@@ -125,7 +132,7 @@ class Simulator:
         return work
 
     def rescale(self, work: Transfer, resource: Resource, factor: float) -> None:
-        """Change the speed of ``work`` to ``factor`` for the rest of it."""
+        """Change the relative speed of running ``work`` to ``factor``."""
         if work.done or work.factor == factor:
             return
         resource.advance(self.now, 0)
@@ -143,8 +150,10 @@ class Simulator:
             signal.then()
 
     def run(self) -> float:
-        """Run until all coroutines have ended; return the time of the end in seconds. Raises :class:`DeadlockError`
-        when all remaining coroutines wait."""
+        """Run until all coroutines have ended, and return the simulated time in seconds.
+
+        Raises :class:`DeadlockError` if all remaining coroutines wait.
+        """
         while True:
             while self._ready:
                 self._advance(self._ready.popleft())
@@ -169,7 +178,7 @@ class Simulator:
         heappush(resource.ends, (work.due, next(self._number), work))
 
     def _announce(self, resource: Resource) -> None:
-        """Schedule the end of the resource's next work; earlier scheduled ends become void."""
+        """Schedule the end of the resource's next work. Ends that were scheduled for it earlier become void."""
         resource.announced += 1
         resource.announced_speed = resource.speed
         due = resource.next_end()
@@ -179,7 +188,9 @@ class Simulator:
 
     def _jump(self) -> bool:
         """Advance to the next end of work, and complete all work that ends at this time, in the order of its start.
-        Return whether any work was left."""
+
+        Return False if there was no work.
+        """
         ended: list[tuple[int, Transfer]] = []
         limit = float("inf")
         upcoming = self._next
@@ -200,7 +211,7 @@ class Simulator:
         return bool(ended)
 
     def _end(self, resource: Resource, ended: list[tuple[int, Transfer]]) -> None:
-        """Complete the work of one resource that ends now; at least one piece of work does."""
+        """Complete the work of one resource that ends now, and add it to ``ended``."""
         resource.advance(self.now, 0)
         due, users = resource.next_end(), 0
         horizon = max(resource.clock, due or 0.0) + _EPSILON

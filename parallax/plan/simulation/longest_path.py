@@ -1,11 +1,11 @@
-"""The seconds of a schedule without contention: the longest path through its actions, for thousands of pipelines.
+"""Compute the seconds of a schedule without contention, as the longest path through its actions.
 
 The simulator models contention and swapping but executes action by action, which is too slow for a search over
-thousands of shapes. Here every action waits for two others only, the preceding one on its pipeline rank and the sender
-of its message, so its end is one maximum and one sum. Actions are evaluated wave by wave: a wave holds the next action
-of every pipeline rank that can run it, and no action of a wave waits for another of it. The waves depend on the shape
-alone, so they are cached, and timing a shape again costs a few array operations per wave. The lists are those of
-:mod:`parallax.plan.schedule`.
+thousands of pipelines. Here every action waits for only two others: the preceding action on its pipeline rank, and the
+sender of its message. So its end is one maximum and one sum. Actions are evaluated wave by wave: a wave holds the next
+action of every pipeline rank that can run it, and no action of a wave waits for another action of the same wave. The
+waves depend only on the schedule and the numbers of stages and micro-batches, so they are cached, and timing another
+pipeline costs a few array operations per wave. The action lists are those of :mod:`parallax.plan.schedule`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _KEPT_ACTIONS = 1 << 16
 class StageTimes:
     """Seconds of one stage for one micro-batch.
 
-    ``backward`` is the input-gradient pass (B), ``weight`` the weight-gradient pass (W); schedules that do not split
-    the backward run both at once. ``send`` and ``blocking`` are seconds of a message of activations along the outgoing
-    edge, and as well of one of gradients back: during ``send`` both ranks can compute, during ``blocking`` neither can.
+    ``backward`` is the input-gradient pass (B) and ``weight`` the weight-gradient pass (W); schedules that do not split
+    the backward run both at once. ``send`` and ``blocking`` are seconds of a message to the next stage, and of the
+    message with the gradients back. During ``send`` both ranks can compute, during ``blocking`` neither can.
     """
 
     forward: float
@@ -48,9 +48,10 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
-    """The timeline of one step, from the first start at second 0. Arrays have one entry per pipeline rank.
+    """The timeline of one step, which begins at second 0. Arrays have one entry per pipeline rank.
 
-    ``begin`` and ``end``: of its first and its last action; ``busy``: its seconds of compute between them.
+    ``begin`` is the start of the first action and ``end`` the end of the last one. ``busy`` is the compute seconds
+    between them.
     """
 
     begin: Seconds
@@ -64,13 +65,15 @@ class Timeline:
 
     @property
     def span_seconds(self) -> float:
-        """Return the longest time of any pipeline rank from its first start to its last end. It is the step time if
-        pipeline ranks start the next step without waiting for each other."""
+        """Return the longest time of any pipeline rank from its first start to its last end.
+
+        It is the step time if pipeline ranks start the next step without waiting for each other.
+        """
         return float((self.end - self.begin).max())
 
     @property
     def bubble(self) -> float:
-        """Return the idle share of pipeline ranks × seconds (GPipe, Huang et al. 2019, section 2)."""
+        """Return the idle fraction of pipeline ranks × seconds (GPipe, Huang et al. 2019, section 2)."""
         total = len(self.busy) * self.step_seconds
         return max(0.0, 1.0 - float(self.busy.sum()) / total) if total > 0 else 0.0
 
@@ -104,12 +107,13 @@ def time_schedule(
     interleave: int = 1,
     backwards: bool = True,
 ) -> Timeline:
-    """Return the timeline of a step of ``micro_batches`` under ``schedule``. ``times``: the seconds of each stage.
-    ``edges``: the edges between stages. ``interleave``: stages per pipeline rank. ``backwards``: if false, only
-    forwards run.
+    """Return the timeline of a step of ``micro_batches`` under ``schedule``, exact for the given seconds.
 
-    The result is exact for these seconds. Raises :class:`PlanError` if the number of stages is not a multiple of
-    ``interleave``, and :class:`DeadlockError` if the schedule's lists wait for each other.
+    ``times``: the seconds of each stage. ``edges``: the edges between stages. ``interleave``: stages per pipeline rank.
+    ``backwards``: False if only forwards run.
+
+    Raises :class:`PlanError` if the number of stages is not a multiple of ``interleave``, and :class:`DeadlockError` if
+    the schedule's lists wait for each other.
     """
     stages = len(times)
     if not stages or interleave < 1 or stages % interleave:
@@ -128,8 +132,10 @@ def time_orders(
     edges: Sequence[Edge],
     micro_batches: int,
 ) -> Timeline:
-    """Return the timeline for ``orders``, one list of actions per pipeline rank, all of equal length. Otherwise as
-    :func:`time_schedule`."""
+    """Return the timeline for ``orders``, one list of actions of equal length per pipeline rank.
+
+    The other arguments are those of :func:`time_schedule`.
+    """
     links = [(edge.sender, edge.receiver) for edge in edges]
     sent = [True] * len(links)
     return _time(_waves(orders, len(times), links, sent, len(orders), micro_batches), times)
@@ -148,8 +154,11 @@ def _time(waves: _Waves, times: Sequence[StageTimes]) -> Timeline:
 def _tables(
     times: Sequence[StageTimes], waves: _Waves, *, split: bool
 ) -> tuple[Seconds, Seconds, Seconds]:
-    """Return three tables of seconds by kind and stage: compute; compute plus the messages that block the rank; and the
-    latency of the message that the action waits for."""
+    """Return three tables of seconds by kind and stage.
+
+    They are: compute; compute plus the messages that block the rank; and the latency of the message that an action
+    waits for.
+    """
     forward, backward, weight, send, blocking = np.array(
         [(t.forward, t.backward, t.weight, t.send, t.blocking) for t in times], dtype=np.float64
     ).T
@@ -168,7 +177,7 @@ def _tables(
 
 
 def _evaluate(waves: _Waves, lasting: Seconds, late: Seconds) -> tuple[Seconds, Seconds]:
-    """Return the start of the first and the end of the last action of every pipeline rank."""
+    """Return the start of the first action and the end of the last action of every pipeline rank."""
     ends = np.zeros(len(lasting) + 1)
     free = np.zeros(waves.pipeline_ranks)
     pipeline_rank, awaited = waves.pipeline_rank, waves.awaited
@@ -219,7 +228,10 @@ def _waves(
     pipeline_ranks: int,
     micro_batches: int,
 ) -> _Waves:
-    """Return the waves of ``orders``; ``sent`` marks the ``links`` along which messages pass."""
+    """Return the actions of ``orders`` sorted into waves.
+
+    ``sent`` marks the ``links`` along which messages are sent.
+    """
     ends = np.array(links, dtype=np.int64).reshape(-1, 2).T
     cells, own, needs = _listed(orders, stages, ends, micro_batches)
     total = cells.size
@@ -254,12 +266,12 @@ def _waves(
 def _listed(
     orders: Iterable[Order], stages: int, links: NDArray[np.int64], micro_batches: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-    """Return three arrays over all actions, pipeline rank by pipeline rank: the cell of each action, its id, and the id
-    of the action that it depends on. The cell is kind · stages + stage. The id is cell · micro-batches + micro-batch.
+    """Return three arrays over all actions, pipeline rank by pipeline rank: cells, ids, and ids of dependencies.
 
-    A forward depends on the forward of the stage before it. A backward depends on the backward of the stage after it
-    or, on the last stage, on its own forward. A weight-gradient pass depends on its backward. An id in a cell beyond
-    all kinds and stages means no dependency.
+    The cell of an action is kind · stages + stage. Its id is cell · micro-batches + micro-batch. A forward depends on
+    the forward of the stage before. A backward depends on the backward of the stage after or, on the last stage, on the
+    forward of the same micro-batch. A weight-gradient pass depends on the backward of the same micro-batch. An id in a
+    cell beyond all kinds and stages means no dependency.
     """
     nothing = len(COMPUTE) * stages
     forward, backward, weight = (

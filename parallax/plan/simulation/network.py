@@ -1,8 +1,8 @@
-"""Resources that the simulated ranks share: cores, tiers, links, and barriers.
+"""The resources that simulated ranks share: cores, offload tiers, links, and barriers.
 
 A message to another node occupies the sender's outgoing and the receiver's incoming link, both shared fairly with their
 other traffic, and arrives when the slower of the two is done. Inside a node each ordered pair of devices has its own
-link, unless devices send over the wires that they swap over. While bytes of a rank are in transit, its device may
+link, unless messages between devices use the same wires as swapping. While a rank's transfers run, its device may
 compute more slowly (``Device.overlap_loss``).
 """
 
@@ -17,12 +17,12 @@ from parallax.plan.simulation.fluid import Resource, Routine, Signal, Simulator,
 
 
 def at_once() -> Routine:
-    """Return at once: the default for barriers that start no further work."""
+    """Do no work. This is the default routine of a barrier."""
     yield from ()
 
 
 class Core:
-    """The compute of one rank: a share of its node's cores. It is slower while the rank's links transfer bytes."""
+    """The compute of one rank, a share of its node's cores. It is slower while the rank's links transfer bytes."""
 
     def __init__(self, simulator: Simulator, cores: Resource, loss: float) -> None:
         self._simulator, self._cores, self._loss = simulator, cores, loss
@@ -30,8 +30,10 @@ class Core:
         self._working = Transfer(done=True)
 
     def compute(self, seconds: float) -> Signal:
-        """Start to compute for ``seconds``; return a signal that it has ended. A rank computes one piece of work at a
-        time."""
+        """Start to compute for ``seconds``; return the signal of the end.
+
+        A rank computes one piece of work at a time.
+        """
         self._working = self._simulator.work(seconds, self._cores, self._factor)
         return self._working
 
@@ -91,7 +93,7 @@ class _Message:
 
 
 class Network:
-    """The shared resources of a cluster."""
+    """The resources that all ranks of a cluster share."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.simulator = Simulator()
@@ -107,8 +109,10 @@ class Network:
         self._gates: dict[str, tuple[int, Signal]] = {}
 
     def tier(self, rank: int) -> Resource:
-        """Return the link of a rank to its tier: ranks of a node share a disk, each device has its own link to host
-        memory."""
+        """Return the link between a rank and its offload tier.
+
+        Ranks of a node share a disk, but each device has its own link to host memory.
+        """
         device = self._cluster.devices[rank]
         if device.swaps_to.shared:
             key = f"tier {device.tier}", self._cluster.node_of[rank], 0
@@ -118,26 +122,30 @@ class Network:
         return self._links["host", rank, 0]
 
     def deliver(self, arrived: Signal, sender: int, receiver: int, count: float) -> None:
-        """Send a message of ``count`` bytes. Messages in transit share the bandwidth; the latency is not shared."""
+        """Send a message of ``count`` bytes, and set ``arrived`` when it has arrived.
+
+        Running messages share the bandwidth; the latency is not shared.
+        """
         link = self._cluster.link(sender, receiver)
         cores = self.cores[sender], self.cores[receiver]
         message = _Message(self.simulator, arrived, cores, link.latency_seconds)
         message.send(count / link.bytes_per_second, self._between(sender, receiver))
 
     def all_reduce(self, ranks: Sequence[int], count: float) -> Routine:
-        """Sum ``count`` bytes over the ranks: rings inside the nodes, then between them."""
+        """Simulate an all-reduce of ``count`` bytes over ``ranks``: rings inside the nodes, then between them."""
         yield from self._together(ranks, *all_reduce_parts(count, ranks, self._cluster))
 
     def broadcast(self, ranks: Sequence[int], count: float) -> Routine:
-        """Send each rank's shard of ``count`` bytes to the others."""
+        """Simulate broadcasts in which each of ``ranks`` sends its shard of ``count`` bytes to the others."""
         link = link_among(ranks, self._cluster)
         seconds = broadcast_seconds(count, len(ranks), link)
         inside = len({self._cluster.node_of[rank] for rank in ranks}) < 2
         yield from self._together(ranks, seconds * inside, seconds * (not inside))
 
     def _together(self, ranks: Sequence[int], inside: float, across: float) -> Routine:
-        """Occupy the links of a ring inside the nodes for ``inside`` seconds, then the links between nodes for
-        ``across``."""
+        """Occupy the links inside the nodes for ``inside`` seconds, then
+        the links between nodes for ``across`` seconds.
+        """
         nodes = self._cluster.node_of
         ring = [(a, b) for a, b in zip(ranks, [*ranks[1:], *ranks[:1]]) if nodes[a] == nodes[b]]
         yield from self._occupy(
@@ -150,8 +158,10 @@ class Network:
         )
 
     def meet(self, gate: str, size: int, then: Callable[[], Routine] = at_once) -> Signal:
-        """Arrive at the barrier ``gate``, which expects ``size`` arrivals; return a signal that it has opened. The last
-        arrival starts ``then``, and the barrier opens when ``then`` ends."""
+        """Arrive at the barrier ``gate``, which opens after ``size`` arrivals; return the signal of its opening.
+
+        The last arrival starts the routine ``then``, and the barrier opens when this routine ends.
+        """
         arrived, opened = self._gates.get(gate, (0, Signal()))
         self._gates[gate] = (arrived + 1, opened)
         if arrived + 1 == size:
@@ -183,7 +193,7 @@ class Network:
         return [self._links["local", sender, receiver]]
 
     def _remote(self, direction: str, rank: int) -> Resource:
-        """Return a rank's link to or from other nodes: its own, or the link that the ranks of its node share."""
+        """Return a rank's link to or from other nodes, which may be shared by all ranks of the node."""
         if not self._cluster.remote_ways:
             return self._links[direction, rank, 0]
         key = f"node {direction}", self._cluster.node_of[rank], 0

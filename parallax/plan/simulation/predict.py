@@ -1,8 +1,8 @@
-"""The predicted cost of a pipeline: seconds and bytes of every rank, by term.
+"""Predict the seconds and bytes of every rank of a pipeline, by term.
 
-The event simulator predicts small pipelines: shared cores and links, swapping, every action. A thousand ranks with a
-thousand micro-batches are timed by the longest path through the same action lists instead; the cost of swapping and
-reducing is then an upper bound, not simulated.
+The event simulator predicts small pipelines: shared cores and links, swapping, every action. For large pipelines, such
+as a thousand ranks with a thousand micro-batches, the longest path through the same action lists is computed instead.
+The cost of swapping and reducing is then an upper bound instead of simulated.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ SIMULATED_BLOCKS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The prediction of one step. ``ranks``: by rank; ``stages``: by pipeline rank. ``spans`` is empty unless the event
-    simulator ran."""
+    """The prediction of one step.
+
+    ``ranks`` has an entry per rank, and ``stages`` an entry per pipeline rank. ``spans`` is empty if the event
+    simulator did not run.
+    """
 
     step_seconds: float
     bubble: float
@@ -50,14 +53,19 @@ class Forecast:
 
 
 def predict(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:
-    """Return the predicted time and memory of a step of the pipeline's task; ``profile`` is of training. Otherwise as
-    :func:`predict_costs`."""
+    """Return the predicted time and memory of a step of the pipeline's task, given a ``profile`` of training.
+
+    Raises the errors of :func:`predict_costs`.
+    """
     return predict_costs(task_costs(profile, pipeline.task), cluster, pipeline)
 
 
 def predict_costs(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:
-    """Return the predicted time and memory of ``pipeline``, from the costs of its task. Raises :class:`InfeasiblePlan`
-    if a rank would exceed its device, and ``BudgetExceeded`` if a swap limit cannot hold one block."""
+    """Return the predicted time and memory of a step of ``pipeline``, given the costs of its task as ``profile``.
+
+    Raises :class:`InfeasiblePlan` if a rank would exceed its device, and ``BudgetExceeded`` if a swap limit cannot hold
+    one block.
+    """
     few = block_passes(pipeline) <= SIMULATED_BLOCKS
     found = (_simulated if few else _timed)(profile, cluster, pipeline)
     for rank, prediction in enumerate(found.ranks):
@@ -69,8 +77,11 @@ def predict_costs(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -
 
 
 def placements(cluster: Cluster, pipeline: Pipeline) -> list[Pipeline]:
-    """Return the placements to try of an even pipeline over several nodes: adjacent replicas of a stage, which reduce
-    over fast links, or adjacent stages of a replica, which send over fast links."""
+    """Return the placements to try for a pipeline with equal replica counts over several nodes.
+
+    Either the replicas of a stage are adjacent, so that they reduce over fast links, or the stages of a replica are
+    adjacent, so that they send over fast links.
+    """
     replicas, pipeline_ranks = pipeline.stages[0].replicas, pipeline.pipeline_ranks
     even = all(stage.replicas == replicas for stage in pipeline.stages)
     if (
@@ -89,16 +100,18 @@ def placements(cluster: Cluster, pipeline: Pipeline) -> list[Pipeline]:
 
 
 class QuickSeconds(NamedTuple):
-    """Seconds of a step by the longest path, without the details of swapping and reducing. ``likely``: every backward
-    waits for the offload tier. ``least``: a lower bound on the event simulator's result, because waits for the tier may
-    coincide with idle time."""
+    """Seconds of a step by the longest path, without the details of swapping and reducing.
+
+    ``likely`` assumes that every backward waits for the offload tier. ``least`` is a lower bound on the event
+    simulator's result, because waits for the tier may coincide with idle time.
+    """
 
     likely: float
     least: float
 
 
 def quick_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> QuickSeconds:
-    """Return the seconds of a step by the longest path, without checking any budget."""
+    """Return the seconds of a step by the longest path, without checking any memory budget."""
     loads = _loads(profile, cluster, pipeline)
     ties = _tie_seconds(profile, cluster, pipeline)
     stalls = [_stall(cluster, pipeline, {stage: load}) for stage, load in enumerate(loads)]
@@ -120,13 +133,13 @@ def _count(pipeline: Pipeline) -> int:
 
 
 def block_passes(pipeline: Pipeline) -> int:
-    """Return the number of forwards and backwards of blocks in a step, over all ranks."""
+    """Return the number of forwards and backwards of single blocks in a step, over all ranks."""
     blocks = sum(stage.replicas * (stage.stop - stage.start) for stage in pipeline.stages)
     return 2 * _count(pipeline) * blocks
 
 
 def _in_flight(pipeline: Pipeline, stage: int) -> int:
-    """Return the largest number of in-flight micro-batches of a stage (between forward and backward)."""
+    """Return the largest number of micro-batches of a stage that are between forward and backward at one time."""
     count = len(pipeline.stages)
     return pipeline.schedule.in_flight(count, stage, _count(pipeline), pipeline.interleave)
 
@@ -173,9 +186,11 @@ def _finish(
     *,
     hidden: bool = False,
 ) -> tuple[Timeline, float, list[float], list[float]]:
-    """Return the timeline, the seconds at which the step ends, and each pipeline rank's seconds of reduction and
-    update. Every backward, or every forward if there are none, includes the
-    ``stalls`` of its stage. ``hidden``: no forward waits for the host optimizer."""
+    """Return the timeline, the second at which the step ends, and each pipeline rank's seconds of reduction and update.
+
+    Every backward, or every forward if there are none, includes the ``stalls`` of its stage. ``hidden``: no forward
+    waits for the host optimizer.
+    """
     pipeline_ranks = range(pipeline.pipeline_ranks)
     times = [
         _stage_times(cluster, pipeline, stage, load, stalls[stage])
@@ -244,13 +259,16 @@ def _timed(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forec
 
 
 def _at(pipeline: Pipeline, pipeline_rank: int, loads: Sequence[StageLoad]) -> dict[int, StageLoad]:
-    """Return the load of each stage of a pipeline rank, by stage."""
+    """Return {stage: cost} for the stages of a pipeline rank."""
     return {stage: loads[stage] for stage in pipeline.stages_of(pipeline_rank)}
 
 
 def _timeline(pipeline: Pipeline, times: Sequence[StageTimes]) -> Timeline:
-    """Return the timeline of the whole step. In a full pipeline, each round of as many micro-batches as there are
-    stages takes equally long, so only some rounds of a long step are computed."""
+    """Return the timeline of the whole step.
+
+    In a full pipeline, each round of as many micro-batches as there are stages takes equally long, so only some rounds
+    of a long step are computed.
+    """
 
     def timed(micro_batches: int) -> Timeline:
         return time_schedule(
@@ -276,7 +294,7 @@ def _timeline(pipeline: Pipeline, times: Sequence[StageTimes]) -> Timeline:
 
 
 def _loads(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> list[StageLoad]:
-    """Return the load of each stage on the slowest of its ranks."""
+    """Return the cost of each stage on the slowest of its ranks."""
     loads = []
     for index, stage in enumerate(pipeline.stages):
         pipeline_rank = pipeline.pipeline_rank(index)
@@ -317,7 +335,7 @@ def _stage_times(
 
 
 def _link(cluster: Cluster, pipeline: Pipeline, edge: Edge) -> Link:
-    """Return the slowest link that messages of ``edge`` use. Replicas of the two stages are paired in order."""
+    """Return the slowest link that messages of ``edge`` use, if the replicas of the two stages are paired in order."""
     ours, theirs = pipeline.ranks(edge.sender), pipeline.ranks(edge.receiver)
     shared = max(len(ours), len(theirs))
     pairs = {
@@ -328,8 +346,11 @@ def _link(cluster: Cluster, pipeline: Pipeline, edge: Edge) -> Link:
 
 
 def _stall(cluster: Cluster, pipeline: Pipeline, loads: Mapping[int, StageLoad]) -> float:
-    """Return the seconds per micro-batch that the stages ``loads`` of one pipeline rank wait for the offload tier: the
-    excess of copy time over compute time or, if the swap limit is too small to prefetch, the reads of a backward."""
+    """Return the seconds per micro-batch that the stages of one pipeline rank wait for the offload tier.
+
+    This is the excess of copy time over compute time or, if the swap limit is too small to prefetch, the time of reads
+    in a backward. ``loads`` has the cost of each stage.
+    """
     pipeline_rank = pipeline.pipeline_rank(next(iter(loads)))
     device = cluster.while_all_swap(cluster.devices[pipeline.ranks(pipeline_rank)[0]])
     leaving = reading = 0.0
@@ -366,8 +387,10 @@ def _update_seconds(
     loads: Mapping[int, StageLoad],
     hidden: bool,
 ) -> float:
-    """Return the seconds of the optimizer's step; with sharded states including the broadcast of new parameters.
-    ``hidden``: without the waits of the next forward for the host optimizer."""
+    """Return the seconds of the optimizer's step, including the broadcast of new parameters if states are sharded.
+
+    ``hidden``: without the time that the next forward waits for the host optimizer.
+    """
     ranks = pipeline.ranks(pipeline_rank)
     link = link_among(ranks, cluster)
     seconds = 0.0 if hidden else StageLoad.waiting_seconds(loads.values())
@@ -379,14 +402,18 @@ def _update_seconds(
 
 
 def _gathering_seconds(cluster: Cluster, pipeline: Pipeline, last: StageLoad) -> float:
-    """Return the seconds of a loss over all rows, if there is one: sending the outputs among the replicas of the last
-    stage, and computing it."""
+    """Return the seconds of a loss over all rows, if there is one.
+
+    They include sending the outputs among the replicas of the last stage, and computing the loss.
+    """
     ranks = pipeline.ranks(pipeline.pipeline_rank(len(pipeline.stages) - 1))
     return last.gathered_seconds + all_reduce_seconds(last.gathered_bytes, ranks, cluster)
 
 
 def _tie_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> dict[int, float]:
-    """Return, by pipeline rank, the seconds of reducing parameters that several pipeline ranks hold."""
+    """Return, for each pipeline rank, the seconds of reducing the gradients
+    of parameters that several pipeline ranks hold.
+    """
     found: dict[int, float] = {}
     for size, users in profile.ties:
         holders = sorted(

@@ -1,4 +1,4 @@
-"""One simulated rank: a coroutine that executes its action list, and its statistics."""
+"""One simulated rank: a coroutine that executes the rank's action list and collects statistics."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from parallax.plan.simulation.swapping import PIECES, SimulatedSwap
 
 @dataclass(frozen=True, kw_only=True)
 class RankTrace:
-    """The result of one rank for one step: peaks in bytes, bytes offloaded, seconds stalled by swapping.
+    """The simulated step of one rank: peaks in bytes, bytes offloaded, seconds stalled by swapping.
 
-    ``memory`` has the device bytes at the peak by term (:meth:`parallax.plan.cost.stage.StageLoad.memory`), ``seconds``
-    the step by term: forward, backward, recompute, stall, reduce (waiting for it), update, and idle, the rest.
+    ``memory`` is the device bytes at the peak by term (:meth:`parallax.plan.cost.stage.StageLoad.memory`). ``seconds``
+    is the step by term: forward, backward, recompute, stall, reduce (waiting for it), update, and idle (the rest).
     ``returns_freed``: see :class:`~parallax.plan.plan.RankPrediction`.
     """
 
@@ -56,7 +56,7 @@ class World:
         self.agreement_seconds = cluster.agreement_seconds(pipeline.world_size)
 
     def holders(self, users: Sequence[int]) -> list[int]:
-        """Return the pipeline ranks that hold at least one of the blocks ``users``."""
+        """Return the pipeline ranks that hold at least one of the blocks in ``users``."""
         holding = (
             self.pipeline.pipeline_rank(index)
             for index, stage in enumerate(self.pipeline.stages)
@@ -107,7 +107,7 @@ class Rank:
         )
 
     def describe(self) -> str:
-        """Return the rank and its current action, for the message of a deadlock."""
+        """Return a text with the rank and its current action, for the message about a deadlock."""
         return f"rank {self.rank} in {self._doing}"
 
     def trace(self, step_seconds: float) -> RankTrace:
@@ -133,7 +133,7 @@ class Rank:
         )
 
     def _peak(self, stages: Sequence[tuple[StageLoad, int]]) -> dict[str, int]:
-        """Return the device bytes at the peak, by term, from load and swap limit of each stage."""
+        """Return the device bytes at the peak, by term. ``stages`` has the load and the swap limit of each stage."""
         if self._pipeline.task.trains:
             return peak_memory(self._listed, self._passes_of, stages)
         loads = {stage: load for stage, (load, _) in zip(self._stages, stages)}
@@ -189,7 +189,7 @@ class Rank:
             )
 
     def _add_seconds(self, action: Action, seconds: float, waited: float) -> None:
-        """Add the seconds of an action to the terms of the step. For ``waited`` of these seconds the rank waited."""
+        """Add the seconds of an action to the terms of the step. During ``waited`` of these seconds the rank waited."""
         terms = self._seconds
         match action.kind:
             case Kind.FORWARD:
@@ -241,8 +241,10 @@ class Rank:
         yield from self._swapping.streamed(updated, late)
 
     def _gathered_loss(self, action: Action) -> Generator[Signal, None, float]:
-        """Compute the loss over all rows, if there is one, after the last forward of the last stage. Return the seconds
-        of waiting for other replicas' outputs."""
+        """Compute the loss over all rows, if there is one, after the last forward of the last stage.
+
+        Return the seconds of waiting for the outputs of other replicas.
+        """
         load = self._passes_of(action).load
         if not load.gathered_bytes:
             return 0.0
@@ -275,9 +277,11 @@ class Rank:
         yield from self._swapping.streamed(streaming, passes.adding_seconds(action.kind))
 
     def _sharing(self, stage: int, rows: int) -> list[tuple[int, float]]:
-        """Return (rank, fraction) for each rank of ``stage``, at the other end of an edge, that exchanges rows with
-        this rank, for a micro-batch of ``rows`` rows. ``fraction``: the part of this rank's rows that the two have in
-        common."""
+        """Return (rank, fraction) for each rank of ``stage`` that exchanges rows of a micro-batch with this rank.
+
+        ``stage`` is at the other end of an edge. The micro-batch has ``rows`` rows. ``fraction`` is the part of this
+        rank's rows that both ranks have in common.
+        """
         ranks = self._pipeline.ranks(stage)
         replicas = self._pipeline.stages[self._pipeline_rank].replicas
         start, stop = replica_rows(rows, replicas, self._replica)
@@ -319,7 +323,7 @@ class Rank:
                 )
 
     def _begin_reduce(self, action: Action) -> None:
-        """Start the all-reduce of a stage's gradients while its last backward runs."""
+        """Start the all-reduce of a stage's gradients while the stage's last backward runs."""
         stage, ranks = action.stage, self._pipeline.ranks(action.stage)
         if len(ranks) > 1:
             size = (
@@ -348,8 +352,10 @@ class Rank:
                 yield network.meet(f"tie {index} {action.step}", len(ranks), reduction)
 
     def _update_ahead(self) -> Routine:
-        """Transfer offloaded states stage by stage while the forward runs, as the host optimizer does. These are the
-        transfers of the previous step's update: steps repeat, so they stand for those of this step."""
+        """Transfer offloaded states stage by stage while the forward runs, as the host optimizer does.
+
+        These transfers belong to the previous step's update. Since steps repeat, they represent those of this step.
+        """
         simulator, tier = self._world.network.simulator, self._world.network.tier(self.rank)
         for stage, updated in self._updated.items():
             seconds = self._passes(stage, self._rows[0]).load.states.ahead_seconds

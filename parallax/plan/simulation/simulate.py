@@ -1,4 +1,4 @@
-"""Simulate the ranks' action lists on predicted costs: the timeline, the bubble, the peak of every tier, deadlocks.
+"""Simulate the ranks' action lists with predicted costs, to find the timeline, the bubble, the peaks, and deadlocks.
 
 Each rank is a coroutine that executes its list block by block (:mod:`.rank`), with the swap manager's rules
 (:mod:`.swapping`), over cores, links and tiers that all ranks share (:mod:`.network`).
@@ -18,7 +18,7 @@ from parallax.plan.simulation.rank import Rank, RankTrace, World
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """One step: its seconds, the bubble, one trace per rank, and every action as a span."""
+    """The result of simulating one step: its seconds, the bubble, one trace per rank, and every action as a span."""
 
     step_seconds: float
     bubble: float
@@ -27,7 +27,7 @@ class Simulation:
 
 
 def simulate(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Simulation:
-    """Simulate one step of ``pipeline`` and return the result; its traces are those of ranks 0, 1, …
+    """Simulate one step of ``pipeline`` and return the result, with traces in the order of the ranks.
 
     Ranks whose allocator returns freed memory to the system at once are slowed by the profile's ``freeing_slowdown``.
     Raises :class:`DeadlockError`, and :class:`BudgetExceeded` if a swap limit cannot hold one block.

@@ -1,8 +1,8 @@
-"""The simulated swap manager of one rank. Saved tensors are offloaded immediately, a forward waits while the swap limit
-is reached, and a fetch cancels unfinished writes and prefetches up to the limit.
+"""The simulated swap manager of one rank.
 
-It follows the rules of ``swap/activations/manager.py``, with numbers of bytes in place of tensors, and work on the
-simulated tier in place of copies.
+Saved tensors are offloaded immediately, a forward waits while the swap limit is reached, and a fetch cancels unfinished
+writes and prefetches up to the limit. The rules are those of ``swap/activations/manager.py``, with numbers of bytes in
+place of tensors, and work on the simulated tier in place of copies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Key = tuple[int, int, int, int]  # step, stage, micro-batch, block within the st
 
 
 class Held:
-    """One block's offloaded activations of one micro-batch."""
+    """The offloaded activations of one block for one micro-batch."""
 
     __slots__ = ("changed", "size", "state", "wanted")
 
@@ -33,8 +33,11 @@ class Held:
 
 
 class SimulatedSwap:
-    """The offloaded activations of one rank. ``stalled``: seconds that its compute waited. ``written``: bytes written
-    to the tier. ``peak``: the largest number of bytes in the tier."""
+    """The offloaded activations of one rank.
+
+    ``stalled``: seconds that the rank's compute waited. ``written``: bytes written to the tier. ``peak``: the largest
+    number of bytes in the tier.
+    """
 
     def __init__(
         self,
@@ -65,7 +68,7 @@ class SimulatedSwap:
         self._copy(held)
 
     def fetch(self, step: int, stage: int, micro: int) -> None:
-        """Start to prefetch a micro-batch of a stage, last block first."""
+        """Start to prefetch the activations of one micro-batch of a stage, last block first."""
         wanted = step, stage, micro
         mine = [held for key, held in self._held.items() if key[:3] == wanted]
         for held in reversed(mine):
@@ -82,7 +85,7 @@ class SimulatedSwap:
         self._pump()
 
     def bring(self, key: Key) -> Routine:
-        """Wait until a block's activations are on the device; they cannot be evicted afterwards."""
+        """Wait until a block's activations are on the device. They cannot be evicted afterwards."""
         held = self._held.pop(key)
         start = self._simulator.now
         if held.state == "queued":
@@ -98,7 +101,9 @@ class SimulatedSwap:
         self._brought = held
 
     def release(self, share: float) -> None:
-        """Free a fraction ``share`` of the activations of the block fetched last, and prefetch into the freed bytes."""
+        """Free a fraction ``share`` of the activations of the block
+        fetched last, and prefetch into the freed memory.
+        """
         held = self._brought
         self._resident -= held.size * share
         if held.state != "spared":
@@ -106,7 +111,9 @@ class SimulatedSwap:
         self._pump()
 
     def stream(self, read: float, written: float) -> Signal:
-        """Start to fetch parameters and to write gradients, block by block, while the rank computes."""
+        """Start to read ``read`` bytes of parameters and write ``written``
+        bytes of gradients while the rank computes.
+        """
         seconds = self._device.read.seconds(read) + self._device.write.seconds(written)
         if not seconds:
             return self._simulator.work(seconds, self._tier)
@@ -121,8 +128,10 @@ class SimulatedSwap:
         self._simulator.set(ended)
 
     def streamed(self, streaming: Signal, adding: float = 0.0) -> Routine:
-        """Wait until parameter transfers end, because compute cannot end earlier. Then wait for ``adding`` seconds, the
-        time in which a backward adds its gradients to stored ones."""
+        """Wait until the parameter transfers ``streaming`` end, because compute cannot end earlier.
+
+        Then wait for ``adding`` seconds, the time in which a backward adds its gradients to stored ones.
+        """
         start = self._simulator.now
         yield streaming
         if adding:
@@ -134,7 +143,10 @@ class SimulatedSwap:
         self.peak = max(self.peak, self._stored)
 
     def _make_room(self, size: float) -> Routine:
-        """Wait until ``size`` more bytes fit the limit. First wait for writes, then evict prefetched activations."""
+        """Wait until ``size`` more bytes fit the limit.
+
+        First this waits for running writes, then it evicts prefetched activations.
+        """
         start = self._simulator.now
         while self._resident + size > self._limit * (1 + 1e-9):
             writing = next((h for h in self._queue if h.state == "queued" and not h.wanted), None)
@@ -177,7 +189,7 @@ class SimulatedSwap:
         self._copy(held)
 
     def _copy(self, held: Held) -> None:
-        """Queue a write or read of ``held`` behind the earlier transfers of this rank."""
+        """Queue a write or read of ``held`` behind this rank's earlier transfers."""
         if held.state == "queued":
             self._store(held.size)
             self.written += held.size

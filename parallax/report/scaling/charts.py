@@ -1,7 +1,7 @@
-"""Charts of a sweep. A chart is drawn only if its points have the data for it.
+"""Charts of a sweep. A chart is drawn only if the points (runs) of the sweep have the data for it.
 
-Lines join the best measured points; dashed lines are perfect scaling or predictions. Texts of users are escaped:
-matplotlib takes text between two dollars for mathematics.
+Solid lines join the best measured points. Dashed lines are perfect scaling or predictions. Users' texts are escaped,
+because matplotlib takes text between two dollars for mathematics.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _MOST_NOTES = 24  # points that have their name beside them
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart: its file name, its title, the data it needs, and the function that draws it. ``from_zero``: whether a
-    linear scale starts at zero."""
+    """A chart: its file name, its title, the data that it needs, and the function that draws it. ``from_zero``: whether
+    a linear scale starts at zero."""
 
     file: str
     title: str
@@ -93,7 +93,7 @@ def _draw_weak(axes: Any, found: list[Series]) -> None:
 def _draw_gains(
     axes: Any, found: list[Series], value: Callable[[Series, PointResult], float]
 ) -> int:
-    """Draw a line through the best point of each number of devices; return the largest number."""
+    """Draw a line through the best point for each number of devices. Return the largest number of devices."""
     notes = sum(len(series.points) for series in found) <= _MOST_NOTES
     counts = {point.devices or 0 for series in found for point in series.points}
     for index, series in enumerate(found):
@@ -158,8 +158,8 @@ def _draw_frontier(axes: Any, found: list[Series]) -> None:
 
 
 def frontier(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the Pareto front of (bytes, rate) ``places``, ordered by bytes: the points that no other point beats in
-    both."""
+    """Return the Pareto front of ``places``, pairs of (bytes, rate): the pairs that no other pair beats in both. They
+    are ordered by bytes."""
     best: list[tuple[float, float]] = []
     for place in sorted(places, key=lambda each: (each[0], -each[1])):
         if not best or place[1] > best[-1][1]:
@@ -168,14 +168,14 @@ def frontier(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def _count_bytes(axis: Any, most: int) -> None:
-    """Set ticks at round numbers of bytes."""
+    """Set the ticks of ``axis`` to round numbers of bytes."""
     each = 2 ** max(0, math.ceil(math.log2(max(1, most) / 6)))
     ticks = range(0, round(1.25 * most) + each, each)
     axis.set_ticks(ticks, [format_bytes(size) for size in ticks])
 
 
 def _note(axes: Any, text: str, place: tuple[float, float], index: int) -> None:
-    """Write a label above or below its point, so that labels of close points stay readable."""
+    """Write a label above or below its point, alternately, so that labels of close points stay readable."""
     note = axes.annotate(
         _text(text),
         place,
@@ -188,7 +188,8 @@ def _note(axes: Any, text: str, place: tuple[float, float], index: int) -> None:
 
 
 def _text(text: str) -> str:
-    """Return a user's text as a label; matplotlib leaves labels with a leading underscore out of legends."""
+    """Return a user's text as a label that does not start with an underscore: matplotlib leaves such labels out of
+    legends."""
     short = _short(text)
     return f" {short}" if short.startswith("_") else short
 
@@ -198,7 +199,7 @@ def _short(text: str) -> str:
 
 
 def metric_charts(results: SweepResults) -> list[Chart]:
-    """Return a chart of the metric over each swept setting that has several values."""
+    """Return one chart for each swept setting that has several values: the metric over the values of the setting."""
     if not results.metric:
         return []
     found: dict[str, list[str]] = {}
@@ -262,7 +263,7 @@ def _draw_metric(axes: Any, found: list[Series], results: SweepResults, key: str
 
 
 def _numbers(values: Sequence[str]) -> dict[str, float]:
-    """Return value → its place on the axis: the number that it is, or its index if any value is not a number."""
+    """Return value → position on the axis: the value itself if all values are numbers, otherwise its index."""
     found = {value: _number(value) for value in values}
     if any(number is None for number in found.values()):
         return {value: float(index) for index, value in enumerate(values)}

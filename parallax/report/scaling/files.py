@@ -16,14 +16,14 @@ from parallax.report.scaling.table import results_csv
 
 @dataclass(frozen=True)
 class Written:
-    """The files that were written; ``missing``: the data that would be needed for the charts that were not drawn."""
+    """The result of writing a report. ``missing``: for each chart that was not drawn, the data that it would need."""
 
     page: Path
     missing: dict[str, str]
 
 
 def write_report(results: SweepResults, folder: Path) -> Written:
-    """Write the report of ``results`` into ``folder``. Pictures of charts that can no longer be drawn are removed."""
+    """Write the report of ``results`` into ``folder``. Pictures of charts that are no longer drawn are removed."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn: dict[Chart, str] = {}
     missing: dict[str, str] = {}
@@ -45,8 +45,8 @@ def write_report(results: SweepResults, folder: Path) -> Written:
 
 
 def _svg(figure: object) -> str:
-    """Return the figure as SVG text, identical for equal data; texts are drawn as paths, so that they look the same
-    everywhere."""
+    """Return the figure as SVG text, which is identical for equal data. Text is drawn as paths, so that it looks the
+    same everywhere."""
     import matplotlib
     from matplotlib.figure import Figure
 

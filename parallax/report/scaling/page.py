@@ -1,4 +1,4 @@
-"""Write a sweep as one HTML file: it contains the charts, uses no network, and sorts its table by a script."""
+"""Write a sweep as one HTML file. The file contains the charts, needs no network, and sorts its table with a script."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ for (const head of document.querySelectorAll("th")) {
 
 
 def page(results: SweepResults, charts: Mapping[Chart, str], missing: Mapping[str, str]) -> str:
-    """Return the page as HTML. ``charts``: their SVG texts; ``missing``: for the other charts, the data that they
-    need."""
+    """Return the page as HTML. ``charts``: the SVG text of each chart. ``missing``: the data that each chart without
+    SVG text would need."""
     name = _shown(results.name)
     done = sum(point.status == "done" for point in results.points)
     figures = "\n".join(_figure(chart, svg) for chart, svg in charts.items())

@@ -1,13 +1,13 @@
-"""Points of a sweep: series of comparable points, and their speed-up with more devices.
+"""Points (runs) of a sweep: series of comparable points, and the speed-up with more devices.
 
-The points of a series do the same work on different numbers of devices, with any plan:
+The points of a series do the same work on different numbers of devices, under any plan:
 
 ::
 
     strong    the same rows per step:                speed-up S(n) = rate(n) / rate(n0),  efficiency S(n) · n0 / n
     weak      the same rows per step and device:     efficiency = rate(n) / rate(n0) · n0 / n
 
-The point of a series with the fewest devices, n0, has speed-up 1; of several such points the fastest.
+The point of a series with the fewest devices, n0, has speed-up 1. If there are several such points, it is the fastest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TOLERANCE = 0.02  # tolerated excess of an efficiency: medians of two runs diff
 
 @dataclass(frozen=True)
 class RankPeak:
-    """The peak bytes on a rank's device."""
+    """The peak memory of a rank's device."""
 
     measured: int
     predicted: int
@@ -32,15 +32,15 @@ class RankPeak:
 
 @dataclass(frozen=True, kw_only=True)
 class PointResult:
-    """The result of one point; unknown values, as for failed points, are None.
+    """The result of one point of a sweep. Unknown values, as of failed points, are None.
 
-    ``swept``       its settings that differ between points
-    ``workload``    its settings that define the work of a step
-    ``model``       its settings of model and data
-    ``layout``      its stages and replicas, as text
-    ``per_second``  its speed, in ``unit`` per second
+    ``swept``       the settings that differ between points
+    ``workload``    the settings that define the work of a step
+    ``model``       the settings of model and data
+    ``layout``      stages and replicas, as text
+    ``per_second``  the speed, in ``unit`` per second
     ``seconds``     duration of the whole run
-    ``metrics``     name → number of the run's summary, and the requested metric
+    ``metrics``     name → number in the run's summary, and the requested metric
     """
 
     name: str
@@ -64,17 +64,17 @@ class PointResult:
 
     @property
     def settings(self) -> str:
-        """Return the swept settings as they are typed."""
+        """Return the swept settings as a user would type them."""
         return " ".join(f"{key}={value}" for key, value in self.swept.items())
 
     @property
     def timed(self) -> bool:
-        """Whether rate, devices and rows are known, so that the point can be part of a series."""
+        """Whether speed, devices and rows are known, so that the point can be part of a series."""
         return bool(self.per_second and self.devices and self.global_batch)
 
     @property
     def error(self) -> float | None:
-        """Return the error of the prediction as a fraction of the measured seconds."""
+        """Return the error of the predicted step time, as a fraction of the measured one."""
         if not self.step_seconds or self.predicted_step_seconds is None:
             return None
         return self.predicted_step_seconds / self.step_seconds - 1
@@ -86,7 +86,7 @@ class PointResult:
 
 @dataclass(frozen=True)
 class Gain:
-    """The speed-up of a point over the smallest of its series, and its efficiency."""
+    """The speed-up of a point over the smallest point of its series, and the efficiency."""
 
     speedup: float
     efficiency: float
@@ -94,15 +94,15 @@ class Gain:
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one series, ordered by number of devices. ``common``: the swept settings with equal values in all of
-    them."""
+    """The points of one series, ordered by number of devices. ``common``: the swept settings with equal values in all
+    of these points."""
 
     common: Mapping[str, str]
     points: tuple[PointResult, ...]
 
     @property
     def label(self) -> str:
-        """Return the common settings of the points as text; empty without swept settings."""
+        """Return the common settings of the points as text; empty if there are none."""
         return " ".join(f"{key}={value}" for key, value in self.common.items())
 
     def point_label(self, point: PointResult) -> str:
@@ -112,7 +112,7 @@ class Series:
 
     @property
     def smallest(self) -> PointResult:
-        """Return the point with which the others are compared: the one with the fewest devices."""
+        """Return the point with which the others are compared: the fastest of those with the fewest devices."""
         fewest = min(point.devices or 0 for point in self.points)
         return max(
             (point for point in self.points if point.devices == fewest),
@@ -131,8 +131,7 @@ class Series:
         return Gain(speedup, speedup * (first.devices or 1) / (point.devices or 1))
 
     def doubt(self, point: PointResult) -> str:
-        """Return why the rate of ``point`` is doubtful, namely higher than its devices can reach; empty if it is
-        not."""
+        """Return why the speed of ``point`` is doubtful, namely higher than its devices can reach; "" if it is not."""
         first, gain = self.smallest, self.gain(point)
         if gain.efficiency <= 1 + _TOLERANCE or first.devices == point.devices:
             return ""
@@ -145,8 +144,8 @@ class Series:
 
 @dataclass(frozen=True)
 class SweepResults:
-    """The points of a sweep. ``command``: the command of the sweep; empty for a single run. ``metric``: the name of the
-    metric by which points are compared; empty if no point has one."""
+    """The results of a sweep. ``command``: the command of the sweep; empty for a single run. ``metric``: the name of
+    the metric by which points are compared; empty if no point has one."""
 
     name: str
     command: str
@@ -159,7 +158,7 @@ class SweepResults:
 
     @property
     def best(self) -> PointResult | None:
-        """Return the point with the best finite metric; of several equal ones the first."""
+        """Return the point with the best finite metric. Among equal ones, return the first."""
         known = [(p, v) for p in self.points if (v := self.value(p)) is not None and isfinite(v)]
         if not known:
             return None
@@ -167,12 +166,12 @@ class SweepResults:
         return min(known, key=lambda pair: sign * pair[1])[0]
 
     def by_key(self, key: str) -> list[Series]:
-        """Return the series of points with a metric that differ in the swept setting ``key`` alone."""
+        """Return series of points that have a metric and differ only in the swept setting ``key``."""
         known = [p for p in self.points if key in p.swept and self.value(p) is not None]
         return _series(known, lambda p: tuple(item for item in p.swept.items() if item[0] != key))
 
     def doubts(self) -> dict[str, str]:
-        """Return name of point → why its rate is doubtful."""
+        """Return name of point → why its speed is doubtful, for doubtful points."""
         found: dict[str, str] = {}
         for series in (*self.strong(), *self.weak()):
             for point in series.points:
@@ -186,11 +185,11 @@ class SweepResults:
         return [point for point in self.points if point.timed]
 
     def strong(self) -> list[Series]:
-        """Return the series of points with equal work per step, for strong scaling."""
+        """Return series of points with equal work per step, for strong scaling."""
         return _series(self.timed, lambda p: (p.workload, p.unit, p.global_batch))
 
     def weak(self) -> list[Series]:
-        """Return the series of points with equal rows per device, for weak scaling."""
+        """Return series of points with equal rows per device, for weak scaling."""
 
         def share(point: PointResult) -> Fraction:
             return Fraction(point.global_batch or 0, point.devices or 1)
@@ -198,18 +197,18 @@ class SweepResults:
         return _series(self.timed, lambda p: (p.workload, p.unit, share(p)))
 
     def batches(self) -> list[Series]:
-        """Return the series of points with equal layout and different numbers of rows."""
+        """Return series of points with equal layout and different numbers of rows."""
         full = [point for point in self.timed if point.peak is not None]
         return _series(full, lambda p: (p.workload, p.devices, p.layout))
 
     def models(self) -> list[Series]:
-        """Return the series of points with equal model and data, under any other settings."""
+        """Return series of points with equal model and data, and any other settings."""
         full = [point for point in self.timed if point.peak is not None]
         return _series(full, lambda p: (p.model, p.unit))
 
 
 def _series(points: Iterable[PointResult], key: Callable[[PointResult], Hashable]) -> list[Series]:
-    """Return the points grouped by ``key``, in the order of the groups' first points."""
+    """Return series of the points with equal ``key``, in the order of their first points."""
     found: dict[Hashable, list[PointResult]] = {}
     for point in points:
         found.setdefault(key(point), []).append(point)

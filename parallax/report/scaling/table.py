@@ -1,4 +1,4 @@
-"""The points of a sweep as a table: on the terminal, as CSV, on the page."""
+"""The points (runs) of a sweep as a table: on the terminal, as CSV, and on the HTML page."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ MOST_RANKS = 4  # ranks whose peaks a cell lists, at most
 
 @dataclass(frozen=True)
 class TableCell:
-    """The text of a table cell, and the number by which it is sorted; None if there is none."""
+    """The text of a table cell, and the number by which rows are sorted; None if it has no number."""
 
     text: str
     number: float | None = None
 
 
 def headings(results: SweepResults) -> list[str]:
-    """Return the headings of :func:`rows`."""
+    """Return the headings of the columns of :func:`rows`."""
     weak = ["weak efficiency"] if _has_weak(results) else []
     return [
         *("point", "devices", "layout", "rows", "step", "predicted", "off by", "rate"),
@@ -69,7 +69,8 @@ def rows(results: SweepResults) -> Iterator[list[TableCell]]:
 
 
 def results_table(results: SweepResults) -> RenderableType:
-    """Return the table for the terminal; below it the reasons of unfinished points, doubts, and the best point."""
+    """Return the table for the terminal. Below it are the reasons of unfinished points, doubtful speeds, and the best
+    point."""
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     longest = max((len(point.name) for point in results.points), default=0)
     for name in headings(results):
@@ -88,7 +89,7 @@ def results_table(results: SweepResults) -> RenderableType:
 
 
 def best_line(results: SweepResults) -> list[str]:
-    """Return a line with the best point and its overrides; nothing if the sweep has no metric."""
+    """Return a line with the best point and its overrides; an empty list if the sweep has no metric."""
     best = results.best
     if best is None or len(results.points) < 2:
         return []
@@ -100,7 +101,8 @@ def best_line(results: SweepResults) -> list[str]:
 
 
 def results_csv(results: SweepResults) -> str:
-    """Return CSV: a line for each point, unknown values empty, bytes and seconds as plain numbers."""
+    """Return the table as CSV: a line for each point, with unknown values empty, and bytes and seconds as plain
+    numbers."""
     keys = list(dict.fromkeys(key for point in results.points for key in point.swept))
     strong, weak = _gains(results, weak=False), _gains(results, weak=True)
     out = io.StringIO()
@@ -136,8 +138,8 @@ def results_csv(results: SweepResults) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return ``text`` such that no spreadsheet takes it for a formula, which could read files or run programs; numbers
-    are unchanged."""
+    """Return ``text`` in a form that no spreadsheet takes for a formula, because a formula could read files or run
+    programs. Numbers are unchanged."""
     text = printable(text)
     with contextlib.suppress(ValueError):
         float(text)
@@ -146,7 +148,8 @@ def _plain(text: str) -> str:
 
 
 def _gains(results: SweepResults, *, weak: bool) -> dict[str, Gain]:
-    """Return name of point → speed-up and efficiency. Series with a single number of devices have none."""
+    """Return name of point → speed-up and efficiency. Points in a series with only one number of devices are left
+    out."""
     found = results.weak() if weak else results.strong()
     return {point.name: each.gain(point) for each in found if each.scales for point in each.points}
 
@@ -177,7 +180,7 @@ def _rate(point: PointResult) -> TableCell:
 
 
 def _peaks(point: PointResult) -> TableCell:
-    """Return a cell with the peaks of the first ranks and, if there are more, of the fullest rank."""
+    """Return a cell with the peak memory of the first ranks and, if there are more, of the fullest rank."""
     if point.peak is None:
         return TableCell(NONE)
     shown = point.peaks[:MOST_RANKS] if len(point.peaks) <= MOST_RANKS else (point.peak,)

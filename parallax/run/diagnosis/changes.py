@@ -1,4 +1,4 @@
-"""The cause that costs a run most, and the changes of its settings that the planner predicts to help."""
+"""Find the cause that costs a run most, and the changes of the settings that are predicted to help."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _RARER = 4  # factor of the steps between checkpoints
 
 
 class Cause(StrEnum):
-    """What lengthens the steps of a run."""
+    """A cause of long steps."""
 
     INPUT = "slow input"
     RANK = "slow rank"
@@ -47,8 +47,8 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change of the settings: ``text``, the ``overrides`` to type, and the predicted ``seconds`` from one step to
-    the next with it."""
+    """A change of the settings: ``text`` describes it, ``overrides`` are to be typed, and ``seconds`` is the predicted
+    time from one step to the next with the change."""
 
     cause: Cause
     text: str
@@ -58,8 +58,8 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """The cause that costs most, a ``sentence`` about it, the seconds per step of every cause, and the changes that
-    help. A change that addresses the cause comes first."""
+    """The cause that costs most, with a ``sentence`` about it; the seconds per step that each cause costs; and the
+    changes that help. Changes that address the first cause come first."""
 
     cause: Cause
     sentence: str
@@ -69,8 +69,8 @@ class Diagnosis:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedSettings:
-    """The settings that a change starts from. ``workers``: the setting ``data.workers``; None if the data has no
-    workers."""
+    """The requested settings, which a change modifies. ``workers``: the setting ``data.workers``; None if the data has
+    no workers."""
 
     plan: PlanConfig
     microbatch: int | str = AUTO
@@ -94,12 +94,12 @@ class RequestedSettings:
 
 
 def diagnose(run: FittedRun, requested: RequestedSettings) -> Diagnosis:
-    """Return what costs the run most, and what would help."""
+    """Return the cause that costs the run most, and the changes that would help."""
     return _Doctor(run, requested).diagnosis()
 
 
 class _Doctor:
-    """Removes causes from the model of a run, and changes its settings."""
+    """Simulates a run without single causes, and with changed settings."""
 
     def __init__(self, run: FittedRun, requested: RequestedSettings) -> None:
         self._run, self._requested, self._plan = run, requested, run.plan
@@ -127,7 +127,7 @@ class _Doctor:
     # ---- causes
 
     def _costs(self) -> dict[Cause, float]:
-        """Return the seconds of a step that each cause costs."""
+        """Return cause → the seconds per step that it costs."""
         run, now = self._run, self._now
         found = {Cause.CHECKPOINT: self._measured.mean[CHECKPOINT]}
         found[Cause.INPUT] = now - self._without_input
@@ -148,7 +148,7 @@ class _Doctor:
 
     @property
     def _lacks_memory(self) -> bool:
-        """Whether the plan does anything to save memory."""
+        """Whether the plan offloads or recomputes anything to save memory."""
         return any(
             stage.optimizer_offload
             or stage.parameter_offload
@@ -157,8 +157,8 @@ class _Doctor:
         )
 
     def _named(self, costs: dict[Cause, float]) -> Cause:
-        """Return the cause to report for time lost by swapping: the slow tier if it accounts for more than half of that
-        time, otherwise the budget. More memory would only work around a slow tier."""
+        """Return the cause to report for time that swapping costs. It is the slow tier if this explains more than half
+        of the time, because more memory would only work around it. Otherwise it is the memory budget."""
         tier, budget = costs.get(Cause.TIER, 0.0), costs.get(Cause.BUDGET, 0.0)
         return Cause.TIER if 2 * tier > budget else Cause.BUDGET
 
@@ -233,7 +233,7 @@ class _Doctor:
             yield from self._other_layout()
 
     def _more_workers(self) -> Change:
-        """Return the change to enough workers to read all rows during a step."""
+        """Return the change of ``data.workers`` that is enough to read all rows during a step."""
         measured, least = self._measured, self._without_input
         waits = (r + f for r, f in zip(measured.read_seconds, measured.fetch_seconds))
         workers = self._requested.workers
@@ -253,7 +253,7 @@ class _Doctor:
         )
 
     def _around_the_slow(self) -> Iterator[Change]:
-        """Yield plans that give slow ranks less work, or none."""
+        """Yield the changes that give slow ranks less work, or none."""
         run, ranks = self._run, ", ".join(map(str, self._run.slow))
         if (found := self._searched(run.as_run, self._requested.plan)) is not None:
             text = f"plan again with what was measured, so that rank {ranks} gets less"
@@ -272,8 +272,9 @@ class _Doctor:
 
     @cached_property
     def _least_budget(self) -> tuple[str, float, Plan] | None:
-        """The smallest tried memory budget under which the step is almost as fast as with unlimited memory: the budget
-        as text, the seconds of the step, and the plan. None if no budget is configured, or if no tried one suffices."""
+        """The smallest memory budget, among some, under which a step is almost as fast as with unlimited memory: the
+        budget as text, the seconds of the step, and the plan. None if no budget is configured, or if none of those
+        tried suffices."""
         if self._requested.device_memory == AUTO:
             return None
         plenty = self._with_memory(None)
@@ -306,7 +307,7 @@ class _Doctor:
             )
 
     def _host_memory(self, cause: Cause) -> Iterator[Change]:
-        """Yield the plan that offloads to the memory of the host, if there is enough of it."""
+        """Yield the change that offloads to host memory, if that is large enough."""
         hosts = with_host_tier(self._run.cluster.slowed(self._run.slow))
         if hosts is None or (found := self._searched(hosts, self._requested.plan)) is None:
             return
@@ -315,7 +316,7 @@ class _Doctor:
             yield self._change(cause, text, [f"swap.tier={found.tier}"], found, hosts)
 
     def _recomputing(self, cause: Cause) -> Iterator[Change]:
-        """Yield plans that move less to the tier."""
+        """Yield the changes that move less to the offload tier."""
         if self._requested.plan.activations == Directive.RECOMPUTE:
             return
         config = replace(self._requested.plan, activations=str(Directive.RECOMPUTE))
@@ -334,7 +335,7 @@ class _Doctor:
         )
 
     def _other_layout(self) -> Iterator[Change]:
-        """Yield the best plan without constraints, if it differs."""
+        """Yield the change to the best plan without the user's constraints, if that is another plan."""
         free = PlanConfig(replan=self._requested.plan.replan)
         found = self._searched(self._run.as_run, free, microbatch=AUTO)
         if found is None or found.decisions() == self._plan.decisions():
@@ -360,8 +361,8 @@ class _Doctor:
         yield self._change(Cause.LAYOUT, text, overrides, found, self._run.as_run)
 
     def _resident(self, plan: Plan) -> list[str]:
-        """Return the settings ``plan.optimizer=device`` and ``plan.parameters=device``, as far as the run's plan
-        offloads these and ``plan`` does not. They are needed because the planner does not use the run's
+        """Return ``plan.optimizer=device`` and ``plan.parameters=device``, each if the run's plan offloads the states
+        or parameters and ``plan`` does not. They must be typed, because the planner does not use the run's
         measurements."""
         shares = {"optimizer": "optimizer_offload", "parameters": "parameter_offload"}
         return [
@@ -374,7 +375,7 @@ class _Doctor:
     def _searched(
         self, cluster: Cluster, config: PlanConfig, *, microbatch: int | str | None = None
     ) -> Plan | None:
-        """Return the best plan for ``cluster``; None if none fits, or its schedule is not known here."""
+        """Return the best plan for ``cluster``; None if no plan fits, or if its schedule is not known here."""
         with contextlib.suppress(ParallaxError):
             return search(
                 self._run.profile,
@@ -391,8 +392,8 @@ class _Doctor:
         return self._run.seconds(cluster=cluster, plan=plan, reads=self._reads_of(plan))
 
     def _reads_of(self, plan: Plan) -> Sequence[float]:
-        """Return the seconds of reading by rank under ``plan``: the measured seconds of the first and of the last
-        stage, divided evenly among the stage's replicas."""
+        """Return the seconds of reading rows by rank under ``plan``. The measured seconds of the first and of the last
+        stage are divided evenly among the replicas of the new stages."""
         found = [0.0] * plan.world_size
         ends = {0: 0, len(self._plan.stages) - 1: len(plan.stages) - 1}
         for before, after in ends.items():
@@ -409,7 +410,7 @@ class _Doctor:
 
 
 def _shape(plan: Plan) -> list[str]:
-    """Return the settings of a plan's stages and replicas."""
+    """Return the settings that fix the stages and replicas of ``plan``."""
     counts = [stage.replicas for stage in plan.stages[: plan.pipeline_ranks]]
     replicas = str(counts[0]) if len(set(counts)) == 1 else f"[{','.join(map(str, counts))}]"
     return [f"plan.stages={plan.pipeline_ranks}", f"plan.replicas={replicas}"]

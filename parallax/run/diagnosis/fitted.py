@@ -1,4 +1,4 @@
-"""A run as the simulator models it: the inputs of its plan, corrected for each cause by the measurements."""
+"""A simulation of a run, whose inputs are those of the run's plan, corrected by the measurements."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _UNPREDICTED = 0.03  # share of a step: a smaller excess of waits needs no expla
 
 @dataclass(frozen=True, kw_only=True)
 class FittedRun:
-    """The model of a run, fitted to its measurements.
+    """The simulation of a run, fitted to its measurements.
 
     ``planned``     the profile with which the run was planned
-    ``profile``     costs of the blocks, with the measured seconds
+    ``profile``     the same profile with the measured seconds of the blocks
     ``cluster``     the planned cluster, possibly with a smaller slowdown of computing during transfers
-    ``slow``        rank → factor of the slow ranks: how many times as long as comparable ranks they compute
-    ``tier_speed``  bandwidth of the offload tier, as a fraction of the planned one
-    ``scale``       measured seconds per modelled second: the remaining error
+    ``slow``        slow rank → how many times as long as comparable ranks it computes
+    ``tier_speed``  bandwidth of the offload tier, as a fraction of the planned bandwidth
+    ``scale``       measured seconds per simulated second: the remaining error
     """
 
     measured: Measured
@@ -51,12 +51,12 @@ class FittedRun:
 
     @cached_property
     def as_run(self) -> Cluster:
-        """The cluster with its slow ranks and its slow tier."""
+        """The cluster as the run found it, with slow ranks and a slow tier."""
         return with_tier_speed(self.cluster.slowed(self.slow), self.tier_speed)
 
     @cached_property
     def computing(self) -> float:
-        """The measured seconds of computing for a planned one, with the slowness of ``slow`` ranks planned."""
+        """The ratio of measured to planned seconds of computing. The slowness of ``slow`` ranks counts as planned."""
         planned = busy_by_rank(predict(self.planned, self.as_run, self.plan).spans)
         return sum(busy_by_rank(self.measured.spans).values()) / max(1e-12, sum(planned.values()))
 
@@ -69,8 +69,8 @@ class FittedRun:
         reads: Sequence[float] | None = None,
         fetch: float | None = None,
     ) -> float:
-        """Return the modelled seconds from one step to the next. Arguments replace the run's own values. ``reads``:
-        seconds of reading rows inside a step, by rank. ``fetch``: seconds of waiting for rows before the step."""
+        """Return the simulated seconds from one step to the next. Arguments replace the run's own values. ``reads``: by
+        rank, the seconds of reading rows inside a step. ``fetch``: the seconds of waiting for rows before the step."""
         reads = self.measured.read_seconds if reads is None else reads
         fetch = max(self.measured.fetch_seconds) if fetch is None else fetch
         plan = plan or self.plan
@@ -81,7 +81,7 @@ class FittedRun:
 
 
 def fit(measured: Measured, profile: ModelProfile, cluster: Cluster) -> FittedRun:
-    """Return the model of a run that was planned with ``profile`` and ``cluster``."""
+    """Return the simulation of the ``measured`` run, which was planned with ``profile`` and ``cluster``."""
     plan = measured.plan
     cluster = _with_measured_overlap(measured, profile, cluster)
     before = predict(profile, cluster, plan)
@@ -105,9 +105,9 @@ def fit(measured: Measured, profile: ModelProfile, cluster: Cluster) -> FittedRu
 
 
 def _with_measured_overlap(measured: Measured, profile: ModelProfile, cluster: Cluster) -> Cluster:
-    """Return ``cluster`` with a smaller ``overlap_loss`` if ranks that swap computed for fewer seconds than predicted.
-    The profile was measured without transfers and is not to blame, so the assumed slowdown during transfers was too
-    large. The new loss is the one with which the predicted compute seconds equal the measured ones."""
+    """Return ``cluster`` with a smaller ``overlap_loss``, the slowdown of computing during transfers, if ranks that
+    swap computed for fewer seconds than predicted. The profile was measured without transfers, so the assumed slowdown
+    must have been too large. With the new value, the predicted compute seconds equal the measured ones."""
     if not any(rank.offloaded_bytes for rank in measured.plan.prediction.ranks):
         return cluster
     goal = sum(busy_by_rank(measured.spans).values())
@@ -134,8 +134,9 @@ def _with_measured_overlap(measured: Measured, profile: ModelProfile, cluster: C
 def slow_ranks(
     predicted: Sequence[Span], measured: Sequence[Span], plan: Pipeline
 ) -> dict[int, float]:
-    """Return rank → factor of the slow ranks. A rank is slow if its ratio of measured to predicted compute seconds is
-    much larger than that of the other replicas of its stage or, without such replicas, than that of all other ranks."""
+    """Return, for each slow rank, how many times as long as expected it computes. A rank is slow if its ratio of
+    measured to predicted compute seconds is much larger than that of the other replicas of its stage or, without other
+    replicas, than that of all other ranks."""
     was, now = busy_by_rank(predicted), busy_by_rank(measured)
     ratios = {rank: now[rank] / was[rank] for rank in now if was.get(rank, 0.0) > 0}
     found = {}
@@ -153,7 +154,7 @@ def slow_ranks(
 
 
 def with_tier_speed(cluster: Cluster, share: float) -> Cluster:
-    """Return the cluster with the bandwidth of every offload tier times ``share``."""
+    """Return ``cluster`` with the bandwidth of every offload tier multiplied by ``share``."""
 
     def slower(link: Link) -> Link:
         return replace(link, bytes_per_second=link.bytes_per_second * share)
@@ -165,15 +166,16 @@ def with_tier_speed(cluster: Cluster, share: float) -> Cluster:
 
 
 def with_host_tier(cluster: Cluster) -> Cluster | None:
-    """Return the cluster whose devices offload to the memory of their hosts; None if they do, or cannot."""
+    """Return ``cluster`` with devices that offload to host memory; None if they already do, or cannot."""
     found = [device.offloading_to_host() for device in cluster.devices]
     known = [device for device in found if device is not None]
     return cluster.with_devices(known) if len(known) == len(found) else None
 
 
 def with_reads(profile: ModelProfile, plan: Pipeline, reads: Sequence[float]) -> ModelProfile:
-    """Return ``profile`` with the reading of rows added to the forwards of the first and the last block. ``reads``:
-    seconds per step and rank; the slowest rank of each of the two stages counts."""
+    """Return ``profile`` with the time of reading rows added to the forwards of the first and the last block.
+    ``reads``: the seconds of reading in a step, by rank. The slowest replica of the first stage and that of the last
+    stage count."""
     stages = len(plan.stages)
     both = stages > 1 and plan.pipeline_rank(0) == plan.pipeline_rank(stages - 1)
     count = plan.micro_batches(plan.global_batch) * (2 if both else 1)
@@ -197,8 +199,9 @@ def _later(cost: Affine, seconds: float) -> Affine:
 
 
 def _tier_speed(measured: Measured, profile: ModelProfile, cluster: Cluster) -> float:
-    """Return the fraction of the planned tier bandwidth with which the rank that waits longest for swapped data waits
-    as long in the simulation as measured; 1 if nothing stalls more than predicted."""
+    """Return the bandwidth of the offload tier as a fraction of the planned bandwidth. It is fitted to the rank that
+    waits longest for swapped data, so that this rank waits as long in the simulation as measured. Return 1 if that rank
+    does not wait longer than predicted."""
     stalls = _stalls(measured)
     if not stalls:
         return 1.0

@@ -1,4 +1,5 @@
-"""The measured seconds of a run, by term and rank."""
+"""The measured seconds of a run by category, such as computing or waiting for rows, and by rank. A category is called a
+term."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class Measured:
                        a wait of this action.
     ``read_seconds``   by rank: seconds of reading rows inside the actions of a step
     ``fetch_seconds``  by rank: seconds of waiting for rows before a step
-    ``terms``          rank → term → seconds; the terms of a rank add up to ``period``
+    ``terms``          rank → term (such as computing) → seconds; the terms of a rank add up to ``period``
     """
 
     plan: Plan
@@ -88,8 +89,8 @@ class Measured:
         fetches: Sequence[float],
         checkpoint: float = 0.0,
     ) -> Measured:
-        """Return the measurements in ``spans``. ``fetches``: seconds per rank of reading outside of actions, and
-        ``checkpoint``: seconds of saving, in a mean step."""
+        """Return the measurements in ``spans``. ``fetches``: by rank, the mean seconds of reading outside of actions
+        before a step. ``checkpoint``: the mean seconds of saving after a step."""
         middle = _middle_steps(spans)
         lengths = [end - start for start, end in _bounds(middle).values()]
         seconds, gap = statistics.fmean(lengths), _mean_gap(spans)
@@ -118,7 +119,7 @@ class Measured:
 
 
 def predicted_terms(spans: Sequence[Span]) -> dict[str, float]:
-    """Return the seconds of each term in the predicted ``spans``, averaged over the ranks."""
+    """Return term → seconds in the predicted ``spans``, averaged over the ranks."""
     found = dict.fromkeys(TERMS, 0.0)
     by_rank = seconds_by_term(spans)
     for terms in by_rank.values():
@@ -145,7 +146,7 @@ def _middle_steps(spans: Sequence[Span]) -> list[Span]:
 
 
 def _mean_gap(spans: Sequence[Span]) -> float:
-    """Return the mean seconds from the end of a step to the start of the next; 0 if there is no next."""
+    """Return the mean seconds from the end of a step to the start of the next; 0 for a single step."""
     bounds = _bounds(spans)
     gaps = [bounds[step + 1][0] - end for step, (_, end) in bounds.items() if step + 1 in bounds]
     return max(0.0, statistics.fmean(gaps)) if gaps else 0.0

@@ -10,12 +10,12 @@ from parallax.run.export.form import Contents, Trained
 
 
 class PeftForm:
-    """A folder with the adapters alone, which ``PeftModel.from_pretrained(base, folder)`` loads."""
+    """A folder with only the adapters, which ``PeftModel.from_pretrained(base, folder)`` loads."""
 
     name, takes_adapters, takes_merged = "peft", True, False
 
     def contents(self, trained: Trained) -> Contents:
-        """See :class:`~parallax.run.export.form.ExportForm`."""
+        """Return the export of ``trained`` before it is written."""
         model, reader = trained.model, trained.reader
         if not has_adapters(model):
             raise ConfigError(

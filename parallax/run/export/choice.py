@@ -1,4 +1,4 @@
-"""Choose the checkpoint of a run to export: the last, the best, or that of a step."""
+"""Choose a checkpoint of a run: the last one, the best one, or that of a step."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _SHOWN = 12  # steps that an error lists
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointChoice:
-    """The checkpoint to use: that of ``step``, or the ``best`` by ``checkpoint.metric``; by default the last."""
+    """Which checkpoint to use: that of ``step``, or with ``best`` the best by ``checkpoint.metric``; by default the
+    last."""
 
     step: int | None = None
     best: bool = False
 
     def find(self, run: StoredRun) -> tuple[Path, str]:
-        """Return the folder of the checkpoint, and a remark on the choice. Raises :class:`ConfigError` with the
-        existing steps if there is no such checkpoint."""
+        """Return the folder of the checkpoint, and a remark on the choice. Raises :class:`ConfigError`, with the
+        existing steps, if there is no such checkpoint."""
         found = list_checkpoints(run.config.checkpoint.folder(run.directory, run.config.name))
         if not found:
             raise ConfigError(
@@ -51,8 +52,9 @@ def _of_step(found: Sequence[Path], step: int) -> Path:
 def _best(
     found: Sequence[Path], last: Path, metric: str, metrics: MetricsConfig
 ) -> tuple[Path, str]:
-    """Return the checkpoint with the best value of ``metric``, one of ``metrics`` or a loss, of several the latest.
-    Checkpoints after ``last`` are ignored: the run did not resume from them."""
+    """Return the checkpoint with the best value of ``metric``, which is a loss or one of ``metrics``, and a remark.
+    Among equal ones, the latest is chosen. Checkpoints after ``last`` are ignored, because the run did not resume from
+    them."""
     found = [path for path in found if path.name <= last.name]
     for name in dict.fromkeys((metric, _USUAL)):
         values = {path: _value(path, name) for path in found}
@@ -83,7 +85,7 @@ def _steps(found: Sequence[Path]) -> str:
 
 
 def _history(checkpoint: Path) -> tuple[float, str]:
-    """Return a sort key for checkpoints: the latest start comes last, and within a start the last step."""
+    """Return a sort key that puts checkpoints of a later start last and, within a start, those of a later step."""
     try:
         return CheckpointReader(checkpoint).started, checkpoint.name
     except CheckpointError:

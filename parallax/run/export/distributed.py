@@ -1,12 +1,12 @@
 """Weights and optimizer states in torch's distributed checkpoint format.
 
-The state dict is that of ``torch.distributed.checkpoint.state_dict``: ``model`` by name, each tied weight under all of
-its names; ``optimizer`` with ``state`` by parameter name and the ``param_groups`` of the ``torch.optim`` optimizer in
-the run's settings. The state ``master`` is a weight in full precision, present if the model's own format is shorter.
+The state dict is that of ``torch.distributed.checkpoint.state_dict``. ``model`` has the weights by name, with each tied
+weight under all of its names. ``optimizer`` has ``state`` by parameter name, and the ``param_groups`` of the run's
+``torch.optim`` optimizer. The state ``master`` is the weight in full precision, if the model has two-byte weights.
 Tensors are read one at a time.
 
-torch's own writer makes the files. Their index, ``.metadata``, is a pickle of torch's classes, and torch's readers
-execute such a file, so its receiver must trust its author. ``parallax import`` does not execute it
+The files are written by torch's own writer. Their index, ``.metadata``, is a pickle of torch's classes. torch executes
+it when it reads the files, so the user must trust their author. ``parallax import`` does not execute it
 (:mod:`parallax.model.files.distributed`).
 """
 
@@ -37,12 +37,12 @@ _PLACE = torch.device("cpu")
 
 
 class DistributedForm:
-    """A folder for ``torch.distributed.checkpoint``, or for ``dcp_to_torch_save``, which makes one file of it."""
+    """A folder for ``torch.distributed.checkpoint``, or for ``dcp_to_torch_save``, which converts it to one file."""
 
     name, takes_adapters, takes_merged = "dcp", False, False
 
     def contents(self, trained: Trained) -> Contents:
-        """See :class:`~parallax.run.export.form.ExportForm`."""
+        """Return the export of ``trained`` before it is written."""
         tensors = trained.tensors()
         states = _states(trained, tensors)
         sources = {other: names[0] for names in trained.names() for other in names}
@@ -74,7 +74,7 @@ class DistributedForm:
 
 
 def _states(trained: Trained, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
-    """Return parameter name → states, as tensors without values; a parameter that never had a gradient has no
+    """Return parameter name → states, as tensors without values. A parameter that never had a gradient has no
     states."""
     found: dict[str, dict[str, Tensor]] = {}
     known = set(names)
@@ -86,14 +86,15 @@ def _states(trained: Trained, names: Iterable[str]) -> dict[str, dict[str, Tenso
 
 
 class _Planner(DefaultSavePlanner):
-    """A save planner for meta tensors: it reads each tensor from the checkpoint when the writer asks for its bytes."""
+    """A save planner for meta tensors, which reads each tensor from the checkpoint when the writer asks for its
+    bytes."""
 
     def __init__(self, read: Callable[[str], Tensor]) -> None:
         super().__init__()
         self._read = read
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return the tensor with its values; return any other object unchanged."""
+        """Return the tensor at ``index`` with its values; any other object unchanged."""
         found = super().lookup_object(index)
         return self._read(index.fqn) if isinstance(found, Tensor) else found
 

@@ -1,8 +1,8 @@
 """Write a checkpoint of a run in another format.
 
 Tensors are read, converted and written one by one. Only tensors that are converted together, such as the experts of one
-layer, are in memory at once. The contents of the files follow from the checkpoint's headers, so they are known before
-anything is written.
+layer, are in memory at the same time. Names and sizes in the output are computed from the checkpoint's headers, so
+errors appear before anything is written.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def export(
     completely or not at all.
 
     ``out``: the folder; by default one in the run's directory, named after the step. ``choice``: the checkpoint; by
-    default the last. ``merge``: write the base model with the run's adapters merged into its weights. ``averaged``:
-    write the averages of weights that have one.
+    default the last. ``merge``: write the base model with the run's adapters merged into its weights. ``averaged``: if
+    a weight has an average, write that instead.
     """
     checkpoint, chosen = (choice or CheckpointChoice()).find(run)
     which = f"{'-merged' if merge else ''}{'-ema' if averaged else ''}"
@@ -87,7 +87,7 @@ def _trained(
 
 
 def _check_merge(form: ExportForm, *, merge: bool, adapting: bool) -> None:
-    """Raise :class:`ConfigError` if ``form`` can hold neither the adapters nor the merged base that is wanted."""
+    """Raise :class:`ConfigError` if ``form`` cannot hold the adapters or, with ``merge``, the merged base."""
     if merge and not adapting:
         raise ConfigError("--merge: the run trains no adapters (model.adapter); leave it out")
     if merge and not form.takes_merged:
@@ -103,7 +103,8 @@ def _check_merge(form: ExportForm, *, merge: bool, adapting: bool) -> None:
 
 
 def _check_free(out: Path) -> None:
-    """Raise :class:`ConfigError` if ``out`` is a file, or a folder with files: a folder holds one export only."""
+    """Raise :class:`ConfigError` if ``out`` is a file, or a folder that is not empty: a folder holds only one
+    export."""
     taken = "it is no folder" if out.exists() and not out.is_dir() else ""
     if out.is_dir() and any(out.iterdir()):
         taken = "it is not empty"

@@ -1,4 +1,4 @@
-"""The parts of an export: a checkpoint of a run, its model, and the output format."""
+"""The interfaces of an export: the checkpoint with its model, the tensors, and the output format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from parallax.runtime.checkpoint import CheckpointReader
 
 @dataclass(frozen=True)
 class Exported:
-    """The result of an export: folder, step, bytes of tensors, ``files``, and ``remarks`` on missing parts."""
+    """The result of an export: the folder, the step, the bytes of tensors, the written ``files``, and ``remarks`` on
+    missing parts."""
 
     directory: Path
     step: int
@@ -28,8 +29,8 @@ class Exported:
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of an export that is not written yet: its bytes, and ``write(folder)``, which returns remarks for
-    the user."""
+    """An export that has not been written yet. ``size``: its bytes. ``write(folder)`` writes it, and returns remarks
+    for the user."""
 
     size: int
     write: Callable[[Path], list[str]]
@@ -47,23 +48,23 @@ class Weights(Protocol):
 
 @dataclass(frozen=True)
 class CheckpointTensors:
-    """The values that the checkpoint of ``reader`` holds."""
+    """The tensors of a checkpoint, read by ``reader``."""
 
     reader: CheckpointReader
 
     def held(self) -> dict[str, Tensor]:
-        """See :class:`Weights`."""
+        """Return name → tensor without values, for the model's tensors in the checkpoint."""
         return self.reader.model_tensors()
 
     def read(self, name: str) -> Tensor:
-        """See :class:`Weights`."""
+        """Return the values of one tensor."""
         return self.reader.read(f"model/{name}")
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint with its model, which is on the meta device, and the ``weights`` to export. ``settings``: those of
-    the run."""
+    """A checkpoint with its model, which is on the meta device, and the ``weights`` to export. ``settings``: the
+    settings of the run."""
 
     model: nn.Module
     reader: CheckpointReader
@@ -77,16 +78,16 @@ class Trained:
 
     @property
     def beginning(self) -> Path | None:
-        """Return the transformers folder that the run started from; None if there is none."""
+        """Return the transformers folder whose weights the run started from; None if there is none."""
         folder = self.config.exported_from
         return Path(folder).expanduser() if folder else None
 
     def names(self) -> list[list[str]]:
-        """Return, for each saved tensor of the model, all its names, first the one used by the checkpoint."""
+        """Return, for each saved tensor of the model, a list of its names. The first is the name in the checkpoint."""
         return all_names(self.model)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return name → tensor, without values, for the model's tensors in the checkpoint. Raises
+        """Return name → tensor without values, for the tensors of the model that the checkpoint holds. Raises
         :class:`CheckpointError` for a checkpoint of another model."""
         known, found = self.model.state_dict(keep_vars=True), self.weights.held()
         due = {names[0]: known[names[0]].shape for names in self.names()}
@@ -109,21 +110,22 @@ class Trained:
 
 
 class ExportForm(Protocol):
-    """A file format of another library. ``takes_adapters``: the format can hold adapters, whose checkpoints lack the
-    base. ``takes_merged``: it can hold a base with merged adapters, which has no optimizer states."""
+    """A file format of another library. ``takes_adapters``: whether the format can hold adapters alone, without the
+    base model. ``takes_merged``: whether it can hold a base model with merged adapters, which has no optimizer
+    states."""
 
     name: str
     takes_adapters: bool
     takes_merged: bool
 
     def contents(self, trained: Trained) -> Contents:
-        """Return the contents of an export of ``trained``. Raises :class:`ConfigError` if the model cannot be exported
-        in this format."""
+        """Return the export of ``trained`` before it is written. Raises :class:`ConfigError` if the model cannot be
+        exported in this format."""
         ...
 
 
 def all_names(model: nn.Module) -> list[list[str]]:
-    """Return, for each saved tensor of ``model``, all its names in the order of the model."""
+    """Return, for each saved tensor of ``model``, a list of its names in the order of the model."""
     aliases = tied_names(model)
     others = {other for names in aliases.values() for other in names}
     known = model.state_dict(keep_vars=True)

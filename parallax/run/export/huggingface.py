@@ -38,13 +38,13 @@ _PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 
 
 class HuggingFaceForm:
-    """A folder for ``from_pretrained``, with the tokenizer's files from the folder that the run started from. Adapters
-    that are not merged are in peft's form."""
+    """A folder for ``from_pretrained``. The tokenizer's files are copied from the folder that the run started from.
+    Adapters that are not merged are written in peft's format."""
 
     name, takes_adapters, takes_merged = "huggingface", True, True
 
     def contents(self, trained: Trained) -> Contents:
-        """See :class:`~parallax.run.export.form.ExportForm`."""
+        """Return the export of ``trained`` before it is written."""
         model: Any = trained.model
         if not is_pretrained(model):
             raise ConfigError(
@@ -65,7 +65,7 @@ class HuggingFaceForm:
 
 
 def _adapters(trained: Trained) -> Contents:
-    """Return the contents of a folder with adapters, in peft's form, and the tokenizer of their base."""
+    """Return the export of adapters in peft's format, with the tokenizer of their base."""
     adapters = PeftForm().contents(trained)
 
     def write(folder: Path) -> list[str]:
@@ -102,8 +102,8 @@ def _write_beside(model: Any, source: Path | None, folder: Path) -> list[str]:
 
 
 def _check_as_configured(model: Any) -> None:
-    """Raise :class:`ConfigError` if a factory changed the model, for example by adapters or another head: its
-    configuration would then load another model."""
+    """Raise :class:`ConfigError` if a factory changed the model, for example by adapters or another head. The
+    configuration that is exported would then load another model."""
     kind = class_of_transformers(model)
     due = deferred_init(lambda: kind(copy.deepcopy(model.config)), seed=1).model
     shapes, wanted = (

@@ -1,8 +1,8 @@
 """The weights of a base with the adapters of a checkpoint merged into them.
 
-The checkpoint holds the adapters alone, so the base's values are made again as at the start of the run: by the model's
-constructor, or from its weight files. Peft merges one module after the other, so that only one is in memory. Each
-tensor of the base is compared with its mark in the checkpoint.
+The checkpoint holds only the adapters, so the values of the base model are created as at the start of the run: by the
+model's constructor, or from its weight files. Each tensor of the base is compared with its checksum in the checkpoint.
+Peft merges the adapters module by module, so that only one module is in memory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from parallax.runtime.checkpoint import CheckpointReader, mark
 class MergedTensors:
     """The tensors of ``base``, a model on the meta device, with a run's adapters merged into them.
 
-    ``adapted``: the same model with adapters. ``reader``: the checkpoint with the adapters' values. ``identity``: the
-    base's name in error messages. ``dtype``: the number format of the run's parameters.
+    ``adapted``: the same model with adapters. ``reader``: reads the checkpoint with the adapters' values. ``identity``:
+    the name of the base in error messages. ``dtype``: the number format of the run's parameters.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class MergedTensors:
         self._last: tuple[str, dict[str, Tensor]] = ("", {})
 
     def held(self) -> dict[str, Tensor]:
-        """See :class:`~parallax.run.export.form.Weights`."""
+        """Return name → tensor without values, for the tensors of the base model."""
         again = {name for names in self._aliases.values() for name in names}
         known = self._base.state_dict(keep_vars=True)
         return {
@@ -61,8 +61,8 @@ class MergedTensors:
         }
 
     def read(self, name: str) -> Tensor:
-        """See :class:`~parallax.run.export.form.Weights`. Raises :class:`CheckpointError` if merging gives tensors that
-        the base shares different values."""
+        """Return one tensor of the base model with the adapters merged into it. Raises :class:`CheckpointError` if
+        tensors that share memory in the base have different values after merging."""
         found = self._read(name)
         for other in self._aliases.get(name, ()):
             if self._inside(other) != self._inside(name) and not torch.equal(
@@ -75,7 +75,7 @@ class MergedTensors:
         return found
 
     def _inside(self, name: str) -> str:
-        """Return the path of the adapted module that the base's tensor ``name`` belongs to; empty if there is none."""
+        """Return the path of the adapted module that holds the base's tensor ``name``; "" if no adapted module does."""
         parts = name.split(".")
         paths = (".".join(parts[:count]) for count in range(len(parts)))
         return next((path for path in paths if path and path in self._modules), "")
@@ -98,8 +98,8 @@ class MergedTensors:
         return self._last[1][name]
 
     def _memo(self, module: nn.Module, held: Mapping[str, Tensor]) -> dict[int, Any]:
-        """Return the ``memo`` with which a deep copy of ``module`` has real values. The tensors ``held`` get the
-        checkpoint's values, as far as it has them; all others get their values from the start of the run."""
+        """Return a ``memo`` for deepcopy that gives the copy of ``module`` real values: the checkpoint's, for those
+        tensors in ``held`` that it has; for all others, those at the start of the run."""
         names = {id(tensor): self._names[id(tensor)] for tensor in held.values()}
         filled = {key for key, name in names.items() if name in self._saved}
         made = self._values.deepcopy_memo(module, self._dtype, {}, filled)

@@ -15,7 +15,7 @@ class SafetensorsForm:
     name, takes_adapters, takes_merged = "safetensors", False, True
 
     def contents(self, trained: Trained) -> Contents:
-        """See :class:`~parallax.run.export.form.ExportForm`."""
+        """Return the export of ``trained`` before it is written."""
         shards = Shards(trained, OwnLayout())
 
         def write(folder: Path) -> list[str]:

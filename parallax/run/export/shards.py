@@ -14,7 +14,7 @@ from parallax.model.files.tensors import Read, Recipe, write_tensors
 from parallax.run.export.form import Trained
 
 SHARD_BYTES = 5 * 10**9
-"""The most bytes of one file, unless tensors that are made together have more."""
+"""The maximum bytes of a file, unless tensors that are converted together have more."""
 
 
 class Shards:
@@ -38,7 +38,7 @@ class Shards:
 
 @dataclass
 class Shard:
-    """One file: its tensors without values, the recipes that make them, and its bytes."""
+    """One file: its tensors without values, the recipes that compute their values, and its bytes."""
 
     held: dict[str, Tensor] = field(default_factory=dict)
     recipes: list[Recipe] = field(default_factory=list)
@@ -46,8 +46,8 @@ class Shard:
 
 
 def split_into_shards(recipes: Sequence[Recipe], held: Mapping[str, Tensor]) -> list[Shard]:
-    """Return the files of about :data:`SHARD_BYTES` each. Tensors with larger elements come first, so that all tensors
-    are aligned to their element size."""
+    """Return files of about :data:`SHARD_BYTES` each. Tensors with larger elements come first, so that every tensor is
+    aligned to the size of its elements."""
     made = [(recipe, recipe.make(held.__getitem__)) for recipe in recipes]
     made.sort(key=lambda pair: -max(tensor.itemsize for tensor in pair[1].values()))
     shards = [Shard()]

@@ -1,4 +1,4 @@
-"""Convert weights of another library into a run directory with one checkpoint, which ``parallax train name=…``
+"""Convert weights of another library into a run directory with one checkpoint, from which ``parallax train name=…``
 resumes."""
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from parallax.train.data.indexed import IndexedSource
 
 @dataclass(frozen=True)
 class Imported:
-    """The result of an import: directory of the run, step of its checkpoint, bytes of weights and optimizer states, and
-    ``remarks`` on parts that the source lacks."""
+    """The result of an import: the directory of the run, the step of its checkpoint, the bytes of weights and optimizer
+    states, and ``remarks`` on parts that the source lacks."""
 
     directory: Path
     step: int
@@ -46,7 +46,8 @@ class Imported:
 
 
 def import_settings(path: Path, form: str, overrides: Sequence[str]) -> RunConfig:
-    """Return the settings of the new run. A transformers folder determines the model, unless the user sets it."""
+    """Return the settings of the new run. If ``path`` is a transformers folder, it determines the model, unless the
+    user sets one."""
     keys = ("model.pretrained", "model.architecture")
     named = any(configuration.override_value(overrides, key) for key in keys)
     completed = list(overrides)
@@ -70,9 +71,9 @@ def import_run(
     weights_only: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Imported:
-    """Create the run ``config`` with one checkpoint, of step ``step``, from the files at ``path``, whose format
-    ``form`` is one of :data:`SOURCES`. ``weights_only``: without optimizer states. Nothing is written if names or
-    shapes differ from the model, or if the disk is too small."""
+    """Create the run of ``config``, with one checkpoint of step ``step``, from the files at ``path``. ``form``: their
+    format, one of :data:`SOURCES`. ``weights_only``: import no optimizer states. Nothing is written if names or shapes
+    differ from the model's, or if the disk is too small."""
     directory = _free_directory(config)
     steps = config.trainer.steps
     if step < 0 or 0 < steps <= step:
@@ -102,7 +103,7 @@ def import_run(
 
 
 class _Import:
-    """Converts ``source`` into a checkpoint of ``chain``, which has the number format of the master weights."""
+    """Converts ``source`` into a checkpoint of ``chain``, in the number format of the master weights."""
 
     def __init__(
         self, config: RunConfig, chain: Chain, source: ImportSource, *, states: bool
@@ -177,8 +178,8 @@ class _Import:
                     )
 
     def _weight(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor in the checkpoint's dtype: the source's master weight if there is one, otherwise the source's
-        weight, otherwise the value from the model's constructor."""
+        """Return the value of the tensor ``name`` in the checkpoint's dtype: the source's master weight or, if there is
+        none, the source's weight or, if there is none either, the value from the model's constructor."""
         held = self._source.weights.find(name, self._aliases)
         if MASTER in self._source.states.get(name, {}):
             value = self._source.read_state(name, MASTER)
@@ -219,7 +220,7 @@ def _free_directory(config: RunConfig) -> Path:
 
 
 def _in_masters(config: RunConfig) -> RunConfig:
-    """Return ``config`` with the model in the number format of its master weights, so that imported values lose no
+    """Return ``config`` with the model in the number format of the master weights, so that imported values lose no
     precision."""
     masters = config.precision.masters
     precision = replace(config.precision, parameters=masters, compute=masters, loss_scale="auto")
@@ -227,7 +228,8 @@ def _in_masters(config: RunConfig) -> RunConfig:
 
 
 def _rows_from(config: RunConfig, step: int) -> dict[str, Any]:
-    """Return the state of the data source: after ``step`` batches if rows have numbers, otherwise at its start."""
+    """Return the state of the data source after ``step`` batches, or at its start if its rows cannot be accessed by
+    number."""
     source = open_source(config)
     if isinstance(source, IndexedSource):
         source.go_to(step, config.trainer.global_batch)

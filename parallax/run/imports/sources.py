@@ -27,8 +27,8 @@ _OF_OPTIMIZER = ("optimizer.state.", "optim.state.")
 
 @dataclass(frozen=True)
 class ImportSource:
-    """Source files of an import. ``weights``: by the model's names. ``states``: parameter → state → its name in
-    ``files``. ``unread``: names in the files that are not recognized."""
+    """The source files of an import. ``weights``: reads weights by the model's names. ``states``: parameter → optimizer
+    state → its name in ``files``. ``unread``: names in the files that are not recognized."""
 
     weights: CheckpointWeights
     files: TensorFiles
@@ -36,16 +36,16 @@ class ImportSource:
     unread: Sequence[str] = ()
 
     def without_values(self, name: str) -> dict[str, Tensor]:
-        """Return state → tensor without values, for one parameter."""
+        """Return optimizer state → tensor without values, for the parameter ``name``."""
         return {key: self.files.held[held] for key, held in self.states.get(name, {}).items()}
 
     def read_state(self, name: str, key: str) -> Tensor:
-        """Return one state of a parameter."""
+        """Return the optimizer state ``key`` of the parameter ``name``."""
         return self.files.read(self.states[name][key])
 
 
 def _safetensors(path: Path, chain: Chain) -> ImportSource:
-    """Open safetensors files with the model's own names."""
+    """Open safetensors files that use the model's own names."""
     del chain
     return _of_files(path, OwnLayout())
 
@@ -89,17 +89,17 @@ class _Renamed:
         self.held: Mapping[str, Tensor] = {name: files.held[old] for name, old in names.items()}
 
     def read(self, name: str) -> Tensor:
-        """See :class:`~parallax.model.files.tensors.TensorFiles`."""
+        """Return the values of the tensor with the new name ``name``."""
         return self._files.read(self._names[name])
 
 
 def _with_prefix(names: Collection[str], prefix: str) -> dict[str, str]:
-    """Return name without prefix → full name, for the names that begin with ``prefix``."""
+    """Return name without prefix → full name, for those ``names`` that begin with ``prefix``."""
     return {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
 
 
 def _states(path: Path, names: Collection[str]) -> dict[str, dict[str, str]]:
-    """Return parameter → state → full name, from the full ``names`` of the optimizer states."""
+    """Return parameter → optimizer state → full name, for the full ``names`` of the optimizer states."""
     found: dict[str, dict[str, str]] = {}
     for prefix in _OF_OPTIMIZER:
         for rest, whole in _with_prefix(names, prefix).items():

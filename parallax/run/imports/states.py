@@ -23,7 +23,7 @@ def check_states(
     source: ImportSource, trained: Mapping[str, nn.Parameter], optimizer: OptimizerConfig
 ) -> list[str]:
     """Raise :class:`CheckpointError`, with names, if ``source`` has states that ``optimizer`` does not use for the
-    parameters ``trained``; return remarks on missing states."""
+    parameters ``trained``. Return remarks on missing states."""
     unknown = sorted(set(source.states) - set(trained))
     if unknown:
         raise CheckpointError(
@@ -61,8 +61,8 @@ def check_states(
 def state_as_kept(
     what: str, key: str, value: Tensor, parameter: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return an imported state in the form of checkpoints: counters in torch's format, other tensors in ``dtype``.
-    ``what``: the name of the state in errors."""
+    """Return an imported optimizer state as checkpoints hold it: counters in torch's format, other tensors in
+    ``dtype``. Error messages call the state ``what``."""
     check_finite(what, value)
     if key == _STEP:
         return value.reshape(()).to(torch.float32)

@@ -1,1 +1,1 @@
-"""Processes of a prepared run: all ranks of this host, or one rank of several hosts."""
+"""The processes of a prepared run: all ranks on this host, or ranks on several hosts."""

@@ -1,5 +1,5 @@
-"""The launcher of a run: start its ranks on this host, forward requests to end, explain their end, and restart all of
-them after a transient failure.
+"""Launch a run: start its ranks on this host, forward requests to end, report why they ended, and restart all of them
+after a transient failure.
 
 ::
 
@@ -36,8 +36,9 @@ _BY_REQUEST = {-number for number in REQUESTS} | {exit_code(number) for number i
 @dataclass(frozen=True)
 class Agent:
     """Starts the ``ranks`` of the run ``name``, prepared in ``directory``, and restarts them at most ``max_restarts``
-    times from the newest checkpoint in ``checkpoints``. The fork server imports ``libraries`` for them. ``command``:
-    the arguments of each rank, by default those of training; ``again``: how to continue after the end."""
+    times from the newest checkpoint in ``checkpoints``. ``libraries``: modules that are imported before the ranks are
+    forked. ``command``: the arguments of each rank, by default those of training. ``again``: a text that tells the user
+    how to continue after a failure."""
 
     name: str
     directory: Path
@@ -49,10 +50,11 @@ class Agent:
     again: str = ""
 
     def start(self, environment: Mapping[str, str], forwarder: SignalForwarder) -> int:
-        """Start the ranks with ``environment``, wait for their end, and return the exit code.
-        ``forwarder`` handles requests to end meanwhile.
+        """Start the ranks with ``environment``, wait until they end, and return the exit code. Meanwhile ``forwarder``
+        handles requests to end.
 
-        The rendezvous is a file, so no port is opened that others could reach. A failed rank reports the reason itself.
+        The ranks find each other through a file, so no port is opened that others could reach. A failed rank reports
+        the reason itself.
         """
         begun = time.time()
         restarts = Restarts(self.max_restarts, self.directory, self.checkpoints, self.again)
@@ -79,8 +81,8 @@ class Agent:
         restarts: Restarts,
         folder: Path,
     ) -> int | None:
-        """Run attempts with one fork server until one succeeds or fails for good, and return the exit code. None if the
-        server was lost and a new one may continue."""
+        """Start the ranks with one fork server, again after each transient failure, and return the exit code. Return
+        None if the fork server was lost and a new one may continue."""
         with (
             ForkServer(self.directory, environment, self.libraries, self.command) as server,
             forwarder.to(server),
@@ -105,7 +107,8 @@ class Agent:
         return None
 
     def _environments(self, attempt: int, folder: Path, report: Path) -> Iterator[dict[str, str]]:
-        """Yield each rank's own environment variables: those that torchrun sets, and the rendezvous."""
+        """Yield the environment variables of each rank: those that torchrun sets, and the file through which ranks find
+        each other."""
         size = str(self.ranks)
         for rank in map(str, range(self.ranks)):
             yield {
@@ -132,7 +135,8 @@ class Agent:
         report: FailureReport | None,
         early: Sequence[int],
     ) -> int | None:
-        """Return the exit code if the ranks ended in order or on request; None if they failed or ended ``early``."""
+        """Return the exit code if the ranks ended normally or on request; None if they failed, or ended too
+        ``early``."""
         stopped = report is not None and report.how is FailureKind.STOPPED
         ended = {*codes.values()} - {0}
         stop_requested = (
@@ -156,7 +160,7 @@ class Agent:
         return report.code
 
     def _has_ended(self, since: float) -> bool:
-        """Return whether the ranks have completed the run."""
+        """Return whether the run has been completed since the time ``since``."""
         path = self.directory / "summary.json"
         try:
             return path.stat().st_mtime >= since and is_complete(summary_of(self.directory))
@@ -165,8 +169,8 @@ class Agent:
 
 
 class SignalForwarder(Requests):
-    """Forwards the first request to end to the ranks, which save and end. Without ranks, and at the second Ctrl-C, it
-    raises :class:`Stopped`. Other later requests change nothing, even if the ranks have ended."""
+    """Forwards the first request to end, such as SIGTERM or Ctrl-C, to the ranks, which save and end. If there are no
+    ranks, or at a second Ctrl-C, it raises :class:`Stopped`. Other later requests have no effect."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +178,7 @@ class SignalForwarder(Requests):
 
     @contextmanager
     def to(self, server: ForkServer) -> Iterator[None]:
-        """Forward requests to the ranks of ``server`` inside this context."""
+        """A context in which requests are forwarded to the ranks of ``server``."""
         self._server = server
         try:
             yield
@@ -196,8 +200,8 @@ class SignalForwarder(Requests):
 
 
 def _starts_again(failure: Failure, restarts: Restarts, *, stop_requested: bool) -> bool:
-    """Print the failure and the next action; return whether all ranks must restart. ``stop_requested``: the ranks were
-    requested to end."""
+    """Print the failure and what happens next; return whether all ranks must restart. ``stop_requested``: whether the
+    ranks were requested to end."""
     refused = restarts.refused(failure, stop_requested=stop_requested)
     after = restarts.next() if refused is None else refused
     what = failure.report.text or ("the run failed" if refused is None else "")

@@ -1,7 +1,7 @@
-"""Elastic runs: torchrun restarts a run on the devices that are present, under the same name.
+"""Elastic runs: torchrun restarts a run on the devices that are present, and it keeps its name.
 
-Torchrun restarts all ranks when one has failed, when a node is lost and when one joins, with the same command line. The
-decisions for the previous devices must not bind the next start::
+Torchrun restarts all ranks, with the same command line, when one has failed, when a node is lost and when one joins.
+Choices made for the previous devices must not bind the next start::
 
     torchrun --nnodes=1:4 ... train      4 devices: plan ── a node is lost ──> 3 devices: plan again, resume
                                          the same name, the typed settings, the last checkpoint
@@ -37,16 +37,16 @@ _LEAVING_SECONDS = 20.0
 
 
 def patience_seconds() -> float:
-    """Return how many seconds to wait for the directory's lock. Ranks of the previous start may still hold it while
-    they end."""
+    """Return how many seconds to wait for the lock of the run directory. Ranks of the previous start may still hold it
+    while they end."""
     return _LEAVING_SECONDS if _is_restarted() else 0.0
 
 
 def present_settings(overrides: Sequence[str], nodes: Nodes) -> list[str]:
     """Return the overrides on the command line, completed for the ranks of this start; every rank calls it.
 
-    ``cluster.devices`` is the number of ranks unless the user sets it. A run without a name keeps the name of its first
-    start. If configured stages and replicas do not fit the number of ranks, the planner chooses them.
+    ``cluster.devices`` is set to the number of ranks, unless the user sets it. A run without a name keeps the name of
+    its first start. If the configured stages and replicas do not fit the number of ranks, the planner chooses them.
     """
     devices = len(nodes.of)
     found = [f"cluster.devices={devices}", *_named(overrides)]
@@ -55,9 +55,9 @@ def present_settings(overrides: Sequence[str], nodes: Nodes) -> list[str]:
 
 @contextlib.contextmanager
 def leaving_out_unfit(overrides: Sequence[str], nodes: Nodes, watch: Watch) -> Iterator[None]:
-    """A context that handles an :class:`UnfitHostError`. If enough other hosts remain, unfit hosts leave the run; the
-    other hosts record the reason and end their ranks, which torchrun then restarts without the unfit hosts. Otherwise
-    the error is raised as usual. Every rank enters it."""
+    """A context that handles an :class:`UnfitHostError`. If enough hosts remain without the unfit ones, the unfit hosts
+    leave the run. The other hosts record the reason and end their ranks, which torchrun then restarts. Otherwise the
+    error is raised as usual. Every rank enters the context."""
     try:
         yield
     except UnfitHostError as error:
@@ -74,7 +74,8 @@ def leaving_out_unfit(overrides: Sequence[str], nodes: Nodes, watch: Watch) -> I
 
 
 def _leave_run(reason: str) -> NoReturn:
-    """End this host's ranks. The first one prints the reason and asks torchrun to end; the others wait for it."""
+    """End this host's ranks. The first one prints the reason and asks torchrun to end, while the others wait to be
+    ended."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(PATIENCE_SECONDS)
         end_process(ParallaxError.exit_code)
@@ -103,8 +104,9 @@ def _is_restarted() -> bool:
 
 
 def _named(overrides: Sequence[str]) -> list[str]:
-    """Return the settings with a name. A restarted run without a name gets the start time of torchrun as its name, as
-    its first start did. If a node has a run of that name, this node's time counts, otherwise the first node's."""
+    """Return the overrides with a name. If torchrun restarts a run without a name, the name is the start time of
+    torchrun, as at the first start. If a node has a run of that name, the start time on this node counts, otherwise
+    that on the first node."""
     unnamed = configuration.override_value(overrides, "name") in ("", "auto")
     if not all_gather_result(lambda: unnamed and _is_restarted())[0]:
         return list(overrides)

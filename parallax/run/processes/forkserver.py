@@ -7,10 +7,10 @@ milliseconds.
                                 (torch is     └── rank 1       nothing is imported again
                                 imported)
 
-A fork copies one thread, and cannot copy a device context. So the server only imports and waits: it starts no thread,
-computes nothing, queries no accelerator, and imports no user code. It has the ranks' environment variables, which
-libraries read at import. When the launcher ends, the server and its ranks end: on Linux by the kernel, elsewhere by the
-end of the socket.
+A fork copies only one thread, and cannot copy a device context. So the server only imports and waits: it starts no
+thread, computes nothing, queries no accelerator, and imports no user code. It has the environment variables of the
+ranks, because libraries read them at import. When the launcher ends, the server and its ranks end too: on Linux the
+kernel ends them, elsewhere they notice the end of the socket.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _CHECK_SECONDS = 1.0  # between two checks of ranks while the server is silent
 
 
 class ServerLost(Exception):
-    """The fork server has ended, and all ranks with it; ``code`` is its exit code."""
+    """The fork server has ended, and with it all ranks. ``code`` is its exit code."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"the fork server ended with {code}")
@@ -56,9 +56,9 @@ class ServerLost(Exception):
 
 
 class ForkServer:
-    """The launcher's side of the fork server. ``environment``: variables of all ranks; ``directory``: the run's;
-    ``libraries``: modules that the server imports in addition to Parallax; ``command``: the arguments of each rank, by
-    default those of training the run."""
+    """The launcher's side of the fork server. ``environment``: the environment variables of all ranks. ``directory``:
+    the run directory. ``libraries``: modules that the server imports in addition to Parallax. ``command``: the
+    arguments of each rank, by default those of training."""
 
     def __init__(
         self,
@@ -82,20 +82,20 @@ class ForkServer:
 
     @property
     def has_ranks(self) -> bool:
-        """Whether any rank is known to be alive."""
+        """Whether any rank is alive, as far as is known."""
         return bool(self._pids)
 
     def fork(self, environments: Sequence[Mapping[str, str]]) -> None:
-        """Start a rank with each of ``environments``, in the order of rank numbers."""
+        """Start one rank for each of ``environments``, in the order of rank numbers."""
         self._codes, self._living = {}, set(range(len(environments)))
         for rank, added in enumerate(environments):
             self._lines.send({"fork": rank, "of": len(environments), "environment": dict(added)})
 
     def wait(self, given_up: Callable[[], bool] = lambda: False) -> dict[int, int]:
-        """Wait for the end of all ranks; return exit codes by rank, in the order of arrival. When one rank has failed,
-        the others should end by themselves; after ``ENDING_SECONDS`` the remaining ranks are killed, and omitted from
-        the result. All ranks are killed and omitted as soon as ``given_up``, called about every second, returns True.
-        Raises :class:`ServerLost`."""
+        """Wait until all ranks have ended; return rank → exit code, in the order in which they ended. When one rank has
+        failed, the others should end by themselves. Ranks that have not ended after ``ENDING_SECONDS`` are killed, and
+        omitted from the result. As soon as ``given_up()``, called about every second, returns True, all ranks are
+        killed and omitted. Raises :class:`ServerLost`."""
         deadline, over = float("inf"), False
         while self._living and time.monotonic() < deadline and not over:
             self._receive_next(min(deadline - time.monotonic(), _CHECK_SECONDS))
@@ -115,7 +115,7 @@ class ForkServer:
         self._lines.send({"signal": number})
 
     def kill(self) -> None:
-        """Kill the server, and with it all ranks."""
+        """Kill the server, which also ends all ranks."""
         self._process.kill()
 
     def __enter__(self) -> ForkServer:
@@ -137,8 +137,8 @@ class ForkServer:
             self._process.wait()
 
     def _receive_next(self, patience_seconds: float) -> None:
-        """Receive the next messages of the server. A stopped server sends none, not even about ranks that have
-        ended."""
+        """Receive the next messages of the server, but wait at most ``patience_seconds``: a stopped server sends none,
+        not even about ranks that have ended."""
         if not select.select([self._channel], [], [], max(0.0, patience_seconds))[0]:
             silent = patience_seconds == _CHECK_SECONDS and _is_stopped(self._process.pid)
             if silent and any(map(_has_ended, self._pids.values())):
@@ -160,8 +160,8 @@ class ForkServer:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped by a signal. A running server may be silent about an ended rank until all
-    threads of that rank have exited."""
+    """Return whether a signal has stopped the process. If not, the server's silence about an ended rank only means that
+    some threads of the rank have not exited yet."""
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     return False
@@ -196,8 +196,8 @@ class _Lines:
 
 @contextlib.contextmanager
 def _blocked() -> Iterator[None]:
-    """Block requests to end for processes started inside this context. A terminal sends them to all processes, but the
-    server must ignore them; its ranks unblock them."""
+    """A context in which new processes block the signals that request an end, such as SIGTERM. A terminal sends SIGINT
+    to all processes, but the server must ignore it. The server's ranks unblock these signals."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
     try:
         yield
@@ -209,7 +209,7 @@ def _blocked() -> Iterator[None]:
 
 
 class _Server:
-    """Forks ranks on request, and reports their exit codes."""
+    """Forks ranks on request, and reports their exit codes to the launcher."""
 
     def __init__(self, channel: socket.socket, directory: str, command: list[str]) -> None:
         self._channel, self._directory, self._lines = channel, directory, _Lines(channel)
@@ -221,7 +221,7 @@ class _Server:
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
 
     def serve(self) -> None:
-        """Handle requests. Returns only in the forked processes."""
+        """Handle requests. This method returns only in a forked process."""
         while True:
             ready, _, _ = select.select([self._channel, self._woken], [], [])
             if self._woken in ready:
@@ -255,7 +255,7 @@ class _Server:
                 self._lines.send({"rank": rank, "code": os.waitstatus_to_exitcode(status)})
 
     def _forked(self, rank: int) -> bool:
-        """Fork, and return whether this is the new process."""
+        """Fork; return whether this is the new process."""
         sys.stdout.flush()  # otherwise each rank would print an import's output again
         try:
             with warnings.catch_warnings():
@@ -272,7 +272,8 @@ class _Server:
         return pid == 0
 
     def _become(self, message: Mapping[str, Any]) -> None:
-        """Make this forked process equal to one started with the rank's command line, except for its imports."""
+        """Make this forked process equal to one that was started with the rank's command line, except that its modules
+        are already imported."""
         die_with(self._pid)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -298,7 +299,7 @@ def show_as(text: str) -> None:
 
 def warm_up(libraries: Sequence[str] = ()) -> None:
     """Import the modules of a rank, and exclude them from later garbage collections. Errors in ``libraries`` are
-    ignored: the ranks report them."""
+    ignored, because the ranks will report them."""
     gc.disable()
     importlib.import_module("parallax.commands.train")
     for name in libraries:
@@ -310,7 +311,7 @@ def warm_up(libraries: Sequence[str] = ()) -> None:
 
 
 def main() -> None:
-    """Run the server, and in each forked process a rank, like ``python -m parallax COMMAND``."""
+    """Run the server. In each forked process, run a rank instead, like ``python -m parallax COMMAND``."""
     channel, parent, directory, command, *libraries = sys.argv[1:]
     die_with(int(parent))
     server = _Server(socket.socket(fileno=int(channel)), directory, json.loads(command))

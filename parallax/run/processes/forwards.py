@@ -1,4 +1,4 @@
-"""The processes of a forward job, such as an evaluation: started here by Parallax, or by the user's own torchrun."""
+"""The processes of a forward job, such as an evaluation: started by Parallax, or by the user's own torchrun."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from parallax.train.data.source import Source, seed_generators
 
 Engine = EvaluationEngine | ForwardEngine
 Work = Callable[[ForwardJob, Any, Source, Watch], None]
-"""The work of a rank: a job, its engine (a :class:`ForwardEngine` if its plan is of an inference), its rows."""
+"""Does the work of a rank, given a job, the engine (a :class:`ForwardEngine` for inference), the rows and the watch."""
 _AGAIN = "run the same command again"
 
 
 def launch(job: ForwardJob, command: Sequence[str], *, own_process: bool) -> int:
-    """Start the ranks of ``job``, each as ``python -m parallax COMMAND``; return the exit code. ``own_process``: the
-    command owns this process, so another may replace it."""
+    """Start the ranks of ``job``, each as ``python -m parallax COMMAND``; return the exit code. ``own_process``: this
+    process belongs to the command, so it may be replaced by a new one."""
     run = PreparedRun(job.directory, job.config, job.plan)
     kind = choose_devices(local_cluster(run.config)).kind
     if own_process and kind != "cpu" and accelerator_named(kind).in_use:
@@ -81,8 +81,8 @@ def job_together(
     request: ForwardRequest,
     prepare: Callable[[Callable[[], ForwardJob]], ForwardJob] = lambda plan: plan(),
 ) -> ForwardJob:
-    """Return the job that rank 0 plans for all ranks of torch's world; every rank calls it. ``prepare(plan)`` returns
-    the job of rank 0."""
+    """Return the job that rank 0 plans for all ranks. Every rank of torch's default group calls it. ``prepare(plan)``
+    returns the job on rank 0, either from ``plan()`` or an earlier one."""
     nodes = Nodes.gather()
     check_versions(nodes)
     config = configuration.load(
@@ -103,7 +103,7 @@ def job_together(
 
 
 def job_of_file(file: Path) -> ForwardJob:
-    """Return the job that the launcher wrote for all ranks; every rank calls it."""
+    """Return the job in ``file``, which the launcher wrote for all ranks. Every rank calls it."""
     job, nodes = ForwardJob.read(file), Nodes.gather()
     from_hosts(lambda: check_devices(job.config), nodes)
     share_devices(local_cluster(job.config), nodes, select=True)
@@ -111,7 +111,7 @@ def job_of_file(file: Path) -> ForwardJob:
 
 
 def run_forwards(job: ForwardJob, watch: Watch, work: Work) -> None:
-    """Build this rank's part of ``job``, and call ``work`` with it."""
+    """Build this rank's engine for ``job``, and call ``work`` with it."""
     config, nodes = job.config, Nodes.gather()
     watch.limit(*limits(PreparedRun(job.directory, config, job.plan)))
     if dist.get_world_size() != job.plan.world_size:

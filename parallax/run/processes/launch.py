@@ -1,7 +1,7 @@
-"""Launch a prepared run on this machine, and replan it if its steps differ from the prediction.
+"""Launch a prepared run on this machine, and plan again if its steps differ from the prediction.
 
-A process that has measured on an accelerator keeps a context and freed blocks there until it ends, and the launcher
-runs as long as its ranks, which need that memory. So it replaces itself by a fresh process with the same id::
+A process that has measured on an accelerator keeps a device context and freed blocks there until it ends. The launcher
+runs as long as its ranks, and these need that memory. So it replaces itself by a new process with the same id::
 
     parallax train ── measures, plans, prepares ── execv: parallax train --run-dir ── ranks
 """
@@ -45,8 +45,8 @@ _AFRESH = "PARALLAX_AFRESH"  # set in a process that has replaced one that plann
 
 def launch(run: PreparedRun, *, own_process: bool) -> int:
     """Train on this machine and return the exit code. With ``plan.replan=auto``, a run whose steps differ from the
-    prediction stops once at a checkpoint and resumes under a plan made with its measurements. ``own_process``: the
-    command owns this process, so another may replace it."""
+    prediction stops once at a checkpoint, and resumes under a plan made with its measurements. ``own_process``: this
+    process belongs to the command, so it may be replaced by a new one."""
     first = OnDrift.STOP if run.config.plan.replan == AUTO else OnDrift.IGNORE
     on_drift = OnDrift(os.environ.pop(ON_DRIFT, first))
     check_start(run)
@@ -65,18 +65,18 @@ def launch(run: PreparedRun, *, own_process: bool) -> int:
 
 
 def _drifted(directory: Path) -> str:
-    """Return why the run stopped early; empty if it did not."""
+    """Return why the run stopped for a new plan; empty if it did not."""
     summary = _summary(directory)
     return str(summary["drift"]) if summary.get("ended") == Drifted.name else ""
 
 
 def _contradicted(run: PreparedRun) -> str:
-    """Return a message if the run shows that the cached profile of its model is wrong, else an empty string."""
+    """Return a message if the run's measured steps contradict the cached profile of its model, else ""."""
     return drop_contradicted(run.directory, run.config, _summary(run.directory))
 
 
 def _slow_ranks(directory: Path) -> dict[int, float]:
-    """Return the slow ranks that the run found, and the factor by which each is slower."""
+    """Return rank → factor for the ranks that the run found to be slow."""
     found = _summary(directory).get("stragglers", [])
     return {int(each["rank"]): float(each["factor"]) for each in found}
 
@@ -90,7 +90,8 @@ def _summary(directory: Path) -> dict[str, Any]:
 
 
 def _replanned(run: PreparedRun, reason: str, console: Console) -> PreparedRun:
-    """Return the run under the plan that is best by its own measurements; the old plan if planning fails."""
+    """Return the run with the plan that is best according to its own measurements; with the old plan if planning
+    fails."""
     console.print(f"planning again: {reason}", highlight=False, soft_wrap=True)
     try:
         with working(console, "planning again") as work:
@@ -133,7 +134,7 @@ def _replanned(run: PreparedRun, reason: str, console: Console) -> PreparedRun:
 
 
 def _blocks_of(plan: Plan, rank: int) -> str:
-    """Return a text with the blocks that a rank holds."""
+    """Return the blocks that ``rank`` holds, as text."""
     if rank >= plan.world_size:
         return "nothing"
     stage = plan.stages[plan.coordinate(rank).pipeline_rank]
@@ -164,14 +165,14 @@ def _start(
 
 
 def _libraries(config: RunConfig) -> tuple[str, ...]:
-    """Return the modules that the fork server imports for the ranks, which otherwise import them late. The caller does
-    not use them for accelerators: a module may query devices at import, and a process that did so cannot be forked."""
+    """Return the modules that the fork server should import for the ranks. They are used only for ranks on CPUs: a
+    module may query devices at import, and a process that has done so cannot be forked."""
     curves = ("tensorboard.summary",) if "tensorboard" in config.logger.to else ()
     return (*curves, *config.model.libraries)
 
 
 def _start_afresh(run: PreparedRun, on_drift: OnDrift) -> NoReturn:
-    """Replace this process by one that launches the run without a device context."""
+    """Replace this process by a new one without a device context, which launches the run."""
     sys.stdout.flush()
     sys.stderr.flush()
     named = [f"{key}={path}" for key, path in class_paths(configuration.dump(run.config)).items()]
@@ -181,7 +182,7 @@ def _start_afresh(run: PreparedRun, on_drift: OnDrift) -> NoReturn:
 
 
 def rank_environment(run: PreparedRun) -> dict[str, str]:
-    """Return environment variables for every rank, except those that the user has set."""
+    """Return environment variables for every rank. Variables that the user has set are left out."""
     choice = choose_devices(local_cluster(run.config))
     threads = {} if os.environ.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": str(choice.threads)}
     return threads if choice.kind == "cpu" else threads | unset_variables(choice.kind)

@@ -32,10 +32,11 @@ _MEETING_SECONDS = (
 
 
 def as_rank(work: Callable[[Watch, contextlib.ExitStack], int]) -> NoReturn:
-    """Be one rank under torchrun: join the other ranks, call ``work``, and end the process with the exit code that it
-    returns. ``work`` enters locks into its second argument.
+    """Be one rank under torchrun: join the other ranks, call ``work``, and end the process with the exit code that
+    ``work`` returns. ``work`` adds the locks that it holds to its second argument.
 
-    After an exception the process ends without cleanup: destroying the process groups would wait for the other ranks.
+    After an exception the process ends without cleanup, because destroying the process groups would wait for the other
+    ranks.
     """
     watch: Watch | None = None
     heartbeat = heartbeat_for_launcher()
@@ -62,7 +63,8 @@ def as_rank(work: Callable[[Watch, contextlib.ExitStack], int]) -> NoReturn:
 
 
 def join_ranks() -> None:
-    """Join the other ranks. If that fails, the error names the address and the port, which the user can change."""
+    """Join the other ranks. If that fails, the error names the address and the port of the rendezvous, which the user
+    can change."""
     for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         if not os.environ.get(key, "0").isdecimal():
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Run one rank: from the environment of one process under torchrun to its exit."""
+"""Run one rank of a training, in a process that torchrun or Parallax's launcher has started."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ _STEPS_IN_ONE_ACTION = 2
 
 
 def run_rank(overrides: Sequence[str], directory: Path | None, trusts: Trusts) -> NoReturn:
-    """Train as one rank under torchrun and end its process. Without a prepared directory, rank 0 prepares one for all.
-    ``trusts`` decides on the class paths of a directory that another user has prepared."""
+    """Train as one rank and end the process. If no ``directory`` is prepared, rank 0 prepares one for all ranks.
+    ``trusts`` checks the class paths in a directory that another user may have prepared."""
 
     def work(watch: Watch, held: contextlib.ExitStack) -> int:
         with watch.phase("planning"):
@@ -174,7 +174,7 @@ def _end(run: PreparedRun, nodes: Nodes, summary: Mapping[str, Any]) -> int:
 
 
 def _profile_of(run: PreparedRun) -> ModelProfile | None:
-    """Return the profile that the plan was made from; None if it is not beside the plan."""
+    """Return the profile from which the plan was made; None if it is not stored beside the plan."""
     path = inputs_path(run.directory / "plan.yaml")
     return Inputs.load(path).profile if path.is_file() else None
 
@@ -196,7 +196,8 @@ def _status_file(
 
 
 def _place(run: PreparedRun, nodes: Nodes, transports: Mapping[str, str]) -> None:
-    """Write the placement of ranks and the transports between them; print it if there are several nodes."""
+    """Write on which node each rank runs, and which transports the ranks use. Print the transports if there are several
+    nodes."""
     by_edge = {
         edge: transport
         for found in all_gather_result(lambda: transports)
@@ -275,8 +276,9 @@ def limits(run: PreparedRun) -> tuple[float, float, float]:
 
 
 def _on_drift(config: RunConfig) -> OnDrift:
-    """Return the reaction to drift that the launcher has set. Without Parallax's launcher, drift is only reported.
-    Steps that are recorded for debugging are slower than any prediction, so drift is ignored then."""
+    """Return the reaction to drift (steps slower or faster than predicted) that the launcher has set. Without
+    Parallax's launcher, drift is only reported. If steps are recorded for debugging, which makes them slow, it is
+    ignored."""
     if config.debug.record != "off":
         return OnDrift.IGNORE
     usual = OnDrift.NOTE if config.plan.replan == AUTO else OnDrift.IGNORE

@@ -2,8 +2,8 @@
 
 The launcher retries after failures that may be transient: a process killed by the system, a crash, a hang, a disk or a
 network that was unavailable. It does not retry failures that would repeat: an error in the program, the input or the
-numbers. The failure itself tells which it is (:func:`~parallax.runtime.failure.exit_report.may_pass`); a failure that
-seemed transient and repeats at the same step is not.
+numbers. The type of the error tells which it is (:func:`~parallax.runtime.failure.exit_report.may_pass`). A failure
+that repeats at the same step is not transient.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _BY_THE_SYSTEM = 2  # restarts at the same step after a rank was killed; after o
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """How an attempt of all ranks ended. ``exit_code`` belongs to the rank named in ``report``, the first that ended; a
-    negative code is the signal that ended it."""
+    """The failure of one attempt to run all ranks. ``exit_code`` is that of the rank named in ``report``, the first
+    that ended. A negative code is the signal that ended it."""
 
     report: FailureReport
     exit_code: int
@@ -36,10 +36,10 @@ class Failure:
     def of(
         cls, codes: dict[int, int], report: FailureReport | None, early: Collection[int] = ()
     ) -> Failure:
-        """Return the failure of an attempt. ``codes``: exit codes by rank, in the order of arrival. ``report``: the
-        ranks' own report; None if no rank was alive to write it. ``early``: ranks that ended with exit code 0 before
-        the run was over; restarting would not help them. Exit codes come first, because only a rank's parent knows the
-        signal that killed it."""
+        """Return the failure of an attempt. ``codes``: rank → exit code, in the order in which they ended. ``report``:
+        the ranks' own report; None if no rank could write one. ``early``: ranks that ended with exit code 0 before the
+        run was complete, for which a restart would not help. Exit codes are considered first, because only a rank's
+        parent knows the signal that killed it."""
         if early and (report is None or report.how is FailureKind.LOST):
             rank = report.rank if report is not None and report.rank in early else next(iter(early))
             return cls(report=_ended_early(rank, report), exit_code=0)
@@ -64,8 +64,8 @@ class Failure:
 
     @classmethod
     def of_server(cls, code: int, report: FailureReport | None) -> Failure:
-        """Return the failure of a fork server that ended with exit code ``code``, and all ranks with it. ``report``:
-        the reason, if the launcher killed the server."""
+        """Return the failure if the fork server ended with exit code ``code``, and with it all ranks. ``report``: the
+        reason, if the launcher killed the server."""
         who = "the process that starts the ranks"
         lost = FailureReport(-1, FailureKind.LOST, who, _ended(code))
         return cls(report=report or lost, exit_code=code)
@@ -80,7 +80,7 @@ class Failure:
         )
 
     def same_as(self, other: Failure) -> bool:
-        """Return whether both are of the same kind and of the same rank."""
+        """Return whether both failures are of the same kind and of the same rank."""
         mine, others = (
             (each.report.rank, each.report.how, each.exit_code) for each in (self, other)
         )
@@ -101,7 +101,7 @@ def _ended_early(rank: int, report: FailureReport | None) -> FailureReport:
 
 
 def _ended(code: int) -> str:
-    """Return how a process ended, as the second half of a sentence about it."""
+    """Return how a process ended, as the second half of a sentence about the process."""
     if code >= 0:
         return f"ended with exit code {code}"
     if -code in REQUESTS:
@@ -111,8 +111,8 @@ def _ended(code: int) -> str:
 
 
 class Restarts:
-    """The restarts of the run in ``directory``: at most ``limit``, from the newest of its ``checkpoints``. ``again``:
-    how to continue if there is no restart; by default, from these checkpoints."""
+    """The restarts of the run in ``directory``: at most ``limit``, each from the newest checkpoint in ``checkpoints``.
+    ``again``: a text that tells the user how to continue if there is no restart; by default, from these checkpoints."""
 
     def __init__(self, limit: int, directory: Path, checkpoints: Path, again: str = "") -> None:
         self._how = again
@@ -126,8 +126,8 @@ class Restarts:
         return self.limit - self._left
 
     def refused(self, failure: Failure, *, stop_requested: bool) -> str | None:
-        """Record ``failure``. Return None if all ranks must restart, otherwise a message, possibly empty, on how to
-        continue. ``stop_requested``: the ranks were requested to end. Call it once for each failure."""
+        """Record ``failure``. Return None if all ranks must restart, otherwise a message (possibly empty) that tells
+        how to continue. ``stop_requested``: whether the ranks were requested to end. Call it once for each failure."""
         step = last_step(self._metrics)
         same = self._before is not None and failure.same_as(self._before) and step == self._step
         self._times = self._times + 1 if same else 0

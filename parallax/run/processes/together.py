@@ -1,7 +1,7 @@
 """Prepare a run on all of its ranks, on one or several nodes, under the user's own torchrun.
 
-Rank 0 composes the configuration and plans for the cluster of all nodes; the other ranks read its files from the run's
-directory. On nodes that do not share that directory, the files are sent, and each node has a directory of its own::
+Rank 0 composes the settings and plans for the cluster of all nodes. The other ranks read the files in the run
+directory. If nodes do not share that directory, the files are sent to each node, which has its own directory::
 
     node a    runs/NAME   config, plan, profile ──sent──>   node b    runs/NAME   the same
 """
@@ -39,8 +39,8 @@ _CLEARLY_LESS = 0.9  # fraction of another host's memory; free memory differs a 
 def prepare_together(
     overrides: Sequence[str], nodes: Nodes, held: contextlib.ExitStack
 ) -> PreparedRun:
-    """Return the run that rank 0 composes and plans; the others read its files, or raise its error. Directories stay
-    locked until ``held`` is closed."""
+    """Return the run. Rank 0 composes and plans it; the others read the files that rank 0 writes, or raise rank 0's
+    error. Directories stay locked until ``held`` is closed."""
     sized = present_settings(overrides, nodes)
     config = configuration.load(
         broadcast_result(lambda: configuration.dump(_checked(settings(sized, RUNS).config)))
@@ -64,8 +64,8 @@ def prepare_together(
 def read_together(
     directory: Path, nodes: Nodes, held: contextlib.ExitStack, trusts: Trusts
 ) -> PreparedRun:
-    """Return a run that is already prepared. Under the user's own torchrun, rank 0 locks the directory for all, and
-    checks trust in its class paths; Parallax's launcher has done both."""
+    """Return a run that is already prepared. Under the user's own torchrun, rank 0 locks the directory for all ranks,
+    and checks that the user trusts the class paths in it. Parallax's launcher has already done both."""
     if "PARALLAX_RENDEZVOUS" in os.environ:
         return PreparedRun.read(directory)
     if not nodes.several:
@@ -82,7 +82,7 @@ def read_together(
 
 
 def compare(run: PreparedRun) -> None:
-    """Check at the first barrier that every rank has read the same configuration and the same plan."""
+    """Check at the first barrier that every rank has read the same settings and the same plan."""
     mine = run.fingerprints(), configuration.dump(run.config), run.plan.to_dict()
     found = all_gather_result(lambda: mine)
     for rank, (fingerprints, text, plan) in enumerate(found):
@@ -94,8 +94,8 @@ def compare(run: PreparedRun) -> None:
 
 
 def compare_rows(source: Source, nodes: Nodes) -> None:
-    """Check that every rank has the same rows, if their source identifies them (``fingerprint``): each rank opens the
-    source on its own host, where files may differ."""
+    """Check that every rank has the same rows, if the source has a ``fingerprint`` of them. Each rank opens the source
+    on its own host, where files may differ."""
     mine = str(getattr(source, "fingerprint", ""))
     for rank, found in enumerate(prints := all_gather_result(lambda: mine)):
         if found != prints[0]:
@@ -108,7 +108,7 @@ def compare_rows(source: Source, nodes: Nodes) -> None:
 
 
 def _distributed(directory: Path, nodes: Nodes, held: contextlib.ExitStack) -> PreparedRun:
-    """Return the run, read from its directory; nodes that do not see the directory create their own."""
+    """Return the run after reading it from its directory. Nodes that do not see the directory create their own."""
     groups = find_directory_groups(directory, nodes)
     files = broadcast_result(lambda: {} if groups.shared else run_files(directory))
 
@@ -122,8 +122,8 @@ def _distributed(directory: Path, nodes: Nodes, held: contextlib.ExitStack) -> P
 
 
 def _name_smallest_host(error: InfeasiblePlan, joined: Joined, nodes: Nodes) -> None:
-    """Raise :class:`UnfitHostError` if one host has clearly less memory per device than another, because the plan gives
-    every device the memory of the smallest."""
+    """Raise :class:`UnfitHostError` if one host has clearly less memory per device than another. The planner assumes
+    the memory of the smallest host for every device, so that host may be why no plan fits."""
     least = min(joined.device_bytes)
     if least < _CLEARLY_LESS * max(joined.device_bytes):
         rank = nodes.first(joined.device_bytes.index(least))
@@ -137,7 +137,7 @@ def _name_smallest_host(error: InfeasiblePlan, joined: Joined, nodes: Nodes) -> 
 
 def _join(config: RunConfig, nodes: Nodes) -> Joined:
     """Return the cluster of all nodes, with device speeds relative to rank 0's. If nodes have different kinds of
-    devices, the first node of each kind measures a profile, and the seconds of a few rows are compared."""
+    devices, the first node of each kind measures how long a few rows take."""
     joined = join_nodes(local_cluster(config), config.swap, nodes, RUNS)
     kinds = joined.kinds
     if len(set(kinds)) == 1:
@@ -148,14 +148,15 @@ def _join(config: RunConfig, nodes: Nodes) -> Joined:
 
 
 def _checked(config: RunConfig) -> RunConfig:
-    """Return ``config`` after checking that it sets the number of steps and requests available devices."""
+    """Return ``config``, after checking that it sets the number of steps and that the requested devices are
+    available."""
     config.trainer.check_steps()
     local_cluster(config)
     return config
 
 
 def _step_seconds(config: RunConfig, nodes: Nodes) -> float:
-    """Return the seconds of forward and backward of a few rows on a device of this node."""
+    """Return the seconds that a device of this node needs for forward and backward of a few rows."""
     cluster = replace(local_cluster(config), devices=nodes.local_count)
     return _computing(profile_run(replace(config, cluster=cluster), lambda text: None))
 

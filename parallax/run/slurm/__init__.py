@@ -1,1 +1,1 @@
-"""Runs as jobs of Slurm: the batch script, and its body on the nodes."""
+"""Runs as Slurm jobs: the batch script, and the script that it starts on the nodes."""

@@ -1,8 +1,9 @@
-"""Run training as a Slurm job: a batch script starts it on its nodes, and queues it again if it ended early.
+"""Run training as a Slurm job. A batch script starts the training on the job's nodes, and queues the job again if it
+ended early.
 
-Slurm gives a job its nodes for a limited time. The script asks for them, starts one torchrun on each (``body.sh``), and
-gets a signal before the time is over; the run saves, the job returns to the queue under its own name, and the run
-resumes. The points of a sweep are tasks of one job array, each a run of its own.
+Slurm gives a job its nodes for a limited time. The script requests them, starts one torchrun on each (``body.sh``), and
+gets a signal before the time is over. Then the run saves, the job returns to the queue under its own name, and the run
+resumes later. The points of a sweep are tasks of one job array, each with its own run.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ _SUBMIT_SECONDS = 120.0
 class SlurmJob:
     """A Slurm job that trains the run ``name`` with ``settings``, by ``processes`` ranks on each of ``nodes`` nodes.
 
-    ``gpus``: devices of each node; 0 for ranks on CPUs. ``cpus``: cores of each node; 0 requests whole nodes. ``time``:
-    the limit in Slurm's format; empty for the partition's. ``grace_seconds``: the time that the run may need to save.
-    ``options``: further options of sbatch, after the others. ``points``: the settings of each task of a job array,
-    whose runs are ``name-0``, ``name-1``, …; empty for a job of one run.
+    ``gpus``: the number of devices of each node; 0 for ranks on CPUs. ``cpus``: the number of cores of each node; 0
+    requests whole nodes. ``time``: the time limit in Slurm's format; empty for that of the partition.
+    ``grace_seconds``: the time that the run may need to save. ``options``: further options of sbatch, placed last.
+    ``points``: for a job array, the settings of each task; its runs are called ``name-0``, ``name-1``, …. Empty for a
+    job of one run.
     """
 
     name: str
@@ -64,7 +66,7 @@ class SlurmJob:
         return [f"{self.name}-{index}" for index in range(len(self.points))] or [self.name]
 
     def script(self, folder: Path, runs: Path) -> str:
-        """Return the batch script that starts in ``folder`` and keeps run directories in ``runs`` inside it."""
+        """Return the batch script, which starts in ``folder`` and keeps run directories in its subfolder ``runs``."""
         if not str(folder).isprintable():
             raise ConfigError(
                 f"--slurm: the folder {printable(str(folder))} has control characters in its name, which end a line of "
@@ -92,8 +94,8 @@ class SlurmJob:
         return _sbatch(folder / path)
 
     def _sbatch_options(self, folder: Path, runs: Path) -> list[str]:
-        """Return the options for sbatch. One torchrun starts all ranks of a node, so each node has one task with all
-        its cores and devices."""
+        """Return the options of sbatch. Each node has one task with all cores and devices of the node, because one
+        torchrun starts all ranks there."""
         log = f"{runs}/{self.name}{'-%a' if self.points else ''}/{LOG}"
         grace = self.grace_seconds or _USUAL_GRACE_SECONDS
         options = {
@@ -128,7 +130,8 @@ class SlurmJob:
 
 
 def _sbatch(path: Path) -> str:
-    """Submit a script; return Slurm's job number. Raises :class:`ConfigError` with Slurm's message if it is refused."""
+    """Submit a script; return Slurm's job number. If Slurm refuses the script, raise :class:`ConfigError` with Slurm's
+    message."""
     command = ["sbatch", "--parsable", str(path)]
     try:
         done = subprocess.run(

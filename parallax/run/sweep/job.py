@@ -1,4 +1,4 @@
-"""Run one point of a sweep as its own process, ``parallax train``, so that it does not share memory with other points.
+"""Run one point (run) of a sweep as a separate process, ``parallax train``, so that points share no memory.
 
 ::
 
@@ -46,7 +46,7 @@ _STOPPED = {exit_code(number) for number in REQUESTS}
 @dataclass
 class SweepProgress:
     """Prints which point of a sweep is running, how the others ended, and an estimate of the remaining time. ``total``:
-    number of points; 0 if unknown. ``quiet``: another process prints."""
+    the number of points; 0 if unknown. ``quiet``: print nothing, because another process does."""
 
     total: int = 0
     left: int = 0
@@ -70,7 +70,7 @@ class SweepProgress:
         )
 
     def note(self, point: Point, text: str) -> None:
-        """Print a further message ``text`` about a point."""
+        """Print a message ``text`` about a point."""
         self.left = max(0, self.left - 1)
         self._print(f"{self._which(point)} {text}")
 
@@ -89,11 +89,12 @@ def _speed(directory: Path) -> str:
 
 @dataclass(frozen=True)
 class PointJob:
-    """The function that a launcher calls, in any process, for each point of ``sweep``; see
+    """The function that a launcher calls for each point of ``sweep``, in any process; see
     :data:`parallax.config.multirun.Job`.
 
     ``alike``: keys that are equal in all points. ``numbers``: point name → number, as far as known. ``added``:
-    overrides that name folders of options. ``process``: the process id of the sweep, which a request to end stops.
+    overrides that add folders of options. ``process``: the process id of the sweep, which this function stops after a
+    request to end.
     """
 
     sweep: str
@@ -133,7 +134,7 @@ class PointJob:
         return replace(point, number=number)
 
     def _run(self, point: Point, directory: Path) -> tuple[PointStatus, str, int]:
-        """Run the point's process. Return how it ended, the reason, and the signal that ended it, or 0."""
+        """Run the point in a process. Return how it ended, the reason, and the signal that ended it, or 0."""
         overrides = [*self.added, *point.overrides, f"name={self.sweep}/{point.name}"]
         command = [sys.executable, "-m", "parallax", "train", *overrides]
         with (directory / OUTPUT).open("ab") as log:
@@ -163,8 +164,8 @@ class PointJob:
 
 
 class _PointSignals:
-    """A signal handler that forwards every request to end to the process of a point. That process saves and ends; it
-    ends at once after a second Ctrl-C."""
+    """A signal handler that forwards every request to end to the process of a point, which then saves and ends. A
+    second Ctrl-C ends that process at once."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -196,8 +197,8 @@ class _PointSignals:
 
 def _bind_to_parent() -> Callable[[], object] | None:
     """Return a function for the child process to call first; None on systems other than Linux. It makes the kernel send
-    SIGTERM to the child when its parent ends, so that the child saves and ends. It also ignores SIGUSR2, which a batch
-    system sends to all processes of a job: only the launcher handles it."""
+    SIGTERM to the child when its parent ends, so that the child saves and ends. It also makes the child ignore SIGUSR2,
+    which a batch system sends to all processes of a job, because only the launcher handles that signal."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None)

@@ -1,4 +1,5 @@
-"""A point of a sweep: its name, its directory, and its outcome, in files that outlive the process that wrote them.
+"""A point (run) of a sweep: its name, its directory, and the files with its outcome, which outlive the process that
+wrote them.
 
 ::
 
@@ -41,7 +42,7 @@ class PointStatus(StrEnum):
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep: its ``overrides`` as typed. ``swept``: those that differ between points."""
+    """One run of a sweep. ``overrides``: as typed. ``swept``: the overrides that differ between points."""
 
     number: int
     overrides: tuple[str, ...]
@@ -49,7 +50,7 @@ class Point:
 
     @classmethod
     def of(cls, number: int, overrides: Sequence[str], alike: Collection[str]) -> Point:
-        """Return the point with these ``overrides``. Keys in ``alike`` are equal in all points; all others differ."""
+        """Return the point with these ``overrides``. ``alike``: the keys that are equal in all points."""
         pairs = [word.lstrip("+").partition("=") for word in overrides]
         return cls(number, tuple(overrides), {k: v for k, _, v in pairs if k not in alike})
 
@@ -76,7 +77,7 @@ class Point:
 
 @dataclass(frozen=True)
 class PointOutcome:
-    """The outcome of a point. ``seconds``: duration of this attempt; ``reason``: why it is not done."""
+    """The outcome of a point. ``seconds``: the duration of this attempt. ``reason``: why the point is not done."""
 
     point: Point
     status: PointStatus
@@ -141,6 +142,6 @@ def _damaged(path: Path, error: Exception) -> ConfigError:
 
 
 def is_complete(summary: Mapping[str, Any] | None) -> bool:
-    """Whether a run with this summary has run all its steps, used all its rows, or was ended early by its metric or a
-    callback."""
+    """Whether the run with this summary is complete: it has done all its steps, used all its rows, or was ended early
+    by its metric or a callback."""
     return summary is not None and summary.get("ended") in _COMPLETE

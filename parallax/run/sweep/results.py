@@ -51,8 +51,8 @@ def find_folder(name: Path) -> Path:
 
 
 def read_results(folder: Path, metric: str = "") -> SweepResults:
-    """Return the results of all points of the sweep in ``folder``, or of the single run there. ``metric``: a number in
-    the runs' summaries, or a column of their metrics.jsonl, of which the last value counts; empty:
+    """Return the results of all points of the sweep in ``folder``, or of the single run there. ``metric``: the name of
+    a number in the runs' summaries, or of a column of their metrics.jsonl, of which the last value counts; by default
     ``checkpoint.metric``, if points have it. Raises :class:`ConfigError` for a metric that no point has."""
     name = folder.resolve().name
     tree = read_json(folder / SWEEP)
@@ -96,7 +96,8 @@ def _no_metric(metric: str, found: Sequence[PointResult], directories: Iterable[
 
 
 def _metrics(directory: Path, summary: Mapping[str, Any], wanted: str) -> dict[str, float]:
-    """Return the numbers of a summary by name, those in groups as GROUP.NAME, and the metric ``wanted``."""
+    """Return name → number for the numbers of a summary and the metric ``wanted``. Numbers in groups are called
+    GROUP.NAME."""
     groups = [("", summary), *((f"{k}.", v) for k, v in summary.items() if isinstance(v, dict))]
     found = {
         f"{group}{name}": float(value)
@@ -110,7 +111,7 @@ def _metrics(directory: Path, summary: Mapping[str, Any], wanted: str) -> dict[s
 
 
 def _last_values(directory: Path) -> dict[str, float]:
-    """Return the last number of each column of a run's metrics.jsonl."""
+    """Return column → last number in a run's metrics.jsonl."""
     found: dict[str, float] = {}
     with contextlib.suppress(OSError, ValueError):
         for line in read_lines(directory / METRICS):
@@ -188,7 +189,7 @@ def _measured(directory: Path, metric: str) -> Iterator[tuple[str, Any]]:
 
 
 def _changes_work(key: str) -> bool:
-    """Whether the setting ``key`` changes the work of a step, apart from devices and rows."""
+    """Whether the setting ``key`` changes the work of a step in another way than by the number of devices or rows."""
     besides = key.startswith(_BESIDES) and key not in _STILL
     return key not in _HOW_MANY and not besides
 

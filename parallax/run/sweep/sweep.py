@@ -46,8 +46,8 @@ _SHOWN = 6  # points that the last line lists
 
 
 def sweep(overrides: Sequence[str], console: Console) -> int:
-    """Run the points that ``overrides`` define; return the exit code. Raises :class:`ConfigError`, before anything is
-    started or written, if a point is invalid."""
+    """Run the points that ``overrides`` define; return the exit code. If a point is invalid, raise :class:`ConfigError`
+    before anything is started or written."""
     with handling_requests(interrupt):
         with console.status("reading the points"):
             multirun = Multirun.read(overrides)
@@ -74,7 +74,7 @@ def sweep(overrides: Sequence[str], console: Console) -> int:
 def _launch(
     multirun: Multirun, folder: Path, points: Sequence[Point], left: Sequence[Point]
 ) -> None:
-    """Run the points ``left``, which are not done yet, and show their progress."""
+    """Run the points ``left``, those of ``points`` that are not done yet, and show their progress."""
     job = PointJob(
         sweep=folder.name,
         alike=multirun.alike,
@@ -98,8 +98,8 @@ def _check_folder(folder: Path) -> None:
 
 
 def _points(multirun: Multirun) -> list[Point]:
-    """Return all points of Hydra's basic sweeper. For a sweeper that chooses points during the sweep, return none, but
-    check the settings that all its points share."""
+    """Return all points of Hydra's basic sweeper. Other sweepers choose points during the sweep; for these, return
+    none, but check the settings that all points share."""
     if multirun.points is None:
         plain_overrides = [plain(word) for word in multirun.overrides]
         compose(
@@ -116,7 +116,7 @@ def _points(multirun: Multirun) -> list[Point]:
 
 
 def _check_point(point: Point, sweep_name: str, multirun: Multirun) -> bool:
-    """Return whether a point is already done with its present settings. Raises :class:`ConfigError` if they are
+    """Return whether a point is already done with its present settings. Raises :class:`ConfigError` if these are
     invalid."""
     overrides = [*multirun.options.overrides, *point.overrides, f"name={sweep_name}/{point.name}"]
     try:
@@ -140,7 +140,7 @@ def _is_done(directory: Path, config: RunConfig) -> bool:
 def _write(
     folder: Path, overrides: Sequence[str], points: Sequence[Point], done: Sequence[Point]
 ) -> None:
-    """Write the overrides of the sweep, and the outcomes of points that a killed process could not write."""
+    """Write the overrides of the sweep, and the outcomes of points that a killed process had no time to write."""
     for point in done:
         outcome = PointOutcome.load(folder / point.name)
         if outcome is None or outcome.status is not PointStatus.DONE:
@@ -153,7 +153,7 @@ def _write(
 def _watching(
     folder: Path, left: Sequence[Point], multirun: Multirun, progress: SweepProgress
 ) -> Iterator[None]:
-    """Print, while the block runs, the outcomes that points in other processes write."""
+    """A context that prints the outcomes that points in other processes write."""
     if multirun.in_turn:
         yield
         return

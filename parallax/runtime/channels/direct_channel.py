@@ -1,9 +1,9 @@
-"""Channels between devices, over a backend such as NCCL, on which hosts do not wait for devices.
+"""Channels between devices, over a backend such as NCCL. Neither host waits for its device.
 
 The tensors of a message travel as one buffer from device to device, in the order in which they were queued on the
-group. The header travels separately, from host to host over gloo: reading a header from the device would wait for all
-work queued before. A device receive is queued when the caller asks for its message, not earlier: a queued NCCL receive
-occupies a part of the device until its message arrives.
+group. The header, which describes them, travels from host to host over gloo: reading a header from the device would
+wait for all work queued before. A device receive is queued only when the caller asks for the message, because a queued
+NCCL receive occupies a part of the device until its message arrives.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from parallax.runtime.channels.message import (
 
 
 class DirectSender:
-    """The sending end; at most ``ahead`` messages are unreceived. ``headers`` is the gloo address that headers are sent
-    to."""
+    """The sending end of one channel. At most ``ahead`` messages are in flight: sent, but not received. ``headers``:
+    the gloo address for headers."""
 
     def __init__(
         self, address: Address, headers: Address, device: torch.device, ahead: int
@@ -58,7 +58,7 @@ class DirectSender:
         self._underway.wait(self._ahead)
 
     def flush(self) -> None:
-        """Wait until the peer has all headers. The device completes its queued sends without the host."""
+        """Wait until the peer has received all headers. The device completes the queued sends without the host."""
         self._underway.wait(0)
 
 

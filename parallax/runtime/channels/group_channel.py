@@ -1,13 +1,15 @@
 """Channels over gloo: between hosts, and for device tensors that are staged through the host.
 
-A message is packed behind a header that describes it. Shapes rarely change, so the receiver posts the buffer of the
-next message ahead, on the guess that only its number of rows differs from the last one; the bytes then arrive while the
-receiver computes. The sender makes the same guess. A message that fits is sent into that buffer. Of a larger message
-only the start of the header is sent into it, and the whole message follows. Header and payload share one buffer because
-gloo's cost is per message, not per byte: as two messages, a round trip took three times as long.
+A message is packed behind a header that describes it. Shapes rarely change, so the receiver posts the receive of the
+next message before it is needed, and the bytes arrive while the receiver computes. It guesses the size of the buffer:
+the next message differs from the last one only in its number of rows. The sender makes the same guess. A message that
+fits is sent into that buffer. If a message is larger, only the start of its header is sent into that buffer, and then
+the whole message. Header and payload share one buffer because gloo's cost is per message, not per byte: as two
+messages, a round trip took three times as long.
 
-gloo carries host buffers only. Device tensors are staged (:mod:`parallax.runtime.channels.staging`) where devices have
-no link, or ranks share one device. For devices with links: :mod:`parallax.runtime.channels.direct_channel`.
+gloo carries host buffers only. Device tensors are copied through host memory (:mod:`parallax.runtime.channels.staging`)
+if the devices have no link, or if ranks share a device. Devices with links use
+:mod:`parallax.runtime.channels.direct_channel`.
 """
 
 from __future__ import annotations
@@ -35,15 +37,15 @@ from parallax.runtime.channels.staging import Lease, Staging
 
 
 class _Guess:
-    """The expected layout of the next message: that of the last message, with another number of rows. Both ends of a
-    channel make the same guess."""
+    """The expected layout of the next message: the layout of the last message with another number of rows. Both ends of
+    a channel make the same guess."""
 
     def __init__(self) -> None:
         self._spec: Spec = ()
         self._rows = 0
 
     def size(self, rows: int) -> int:
-        """Return the bytes of a message of ``rows`` rows."""
+        """Return the expected bytes of a message of ``rows`` rows."""
         spec = tuple([(d, (rows, *s[1:]) if s[:1] == (self._rows,) else s) for d, s in self._spec])
         return max(LEAST, header_of(spec).numel() + lay_out(spec).size)
 
@@ -53,7 +55,7 @@ class _Guess:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The destination of a channel: its group, the peer's rank in it, and the channel's tag."""
+    """The destination of a channel: a process group, the peer's rank in the group, and the channel's tag."""
 
     group: dist.ProcessGroup | None
     peer: int
@@ -70,7 +72,7 @@ class Address:
 
 
 class Underway:
-    """Messages that the peer may not have received yet. Their buffers must stay allocated and unchanged."""
+    """The messages in flight: sent, and perhaps not received. Their buffers must stay allocated and unchanged."""
 
     def __init__(self) -> None:
         self._sent: deque[tuple[list[tuple[dist.Work, Tensor]], Callable[[], object]]] = deque()
@@ -78,11 +80,12 @@ class Underway:
     def add(
         self, sent: list[tuple[dist.Work, Tensor]], received: Callable[[], object] = lambda: None
     ) -> None:
-        """Add the message ``sent``, as works and their buffers; ``received`` is called when the peer has it."""
+        """Add a message, given as pairs of work and buffer. ``received`` is called when the peer has received it."""
         self._sent.append((sent, received))
 
     def wait(self, left: int) -> None:
-        """Wait, oldest first, until at most ``left`` messages are unreceived: gloo cannot be polled."""
+        """Wait, oldest message first, until at most ``left`` messages are in flight. The order is fixed because gloo
+        cannot be polled."""
         while len(self._sent) > left:
             sent, received = self._sent.popleft()
             for work, _ in sent:
@@ -91,7 +94,7 @@ class Underway:
 
 
 class GroupSender:
-    """The sending end of one channel; at most ``ahead`` messages are unreceived."""
+    """The sending end of one channel. At most ``ahead`` messages are in flight: sent, but not received."""
 
     def __init__(self, address: Address, staging: Staging, ahead: int) -> None:
         self._address, self._staging, self._ahead = address, staging, ahead
@@ -114,7 +117,7 @@ class GroupSender:
         self._staging.send(tensors, layout.views(last, header.numel()), lambda: self._post(buffers))
 
     def flush(self) -> None:
-        """Wait until the peer has all messages. The caller has already drained the staging."""
+        """Wait until the peer has received all messages. Call it after :meth:`Channels.drain`."""
         self._underway.wait(0)
 
     def _post(self, buffers: list[Lease]) -> None:

@@ -1,7 +1,7 @@
 """The byte layout of a message's tensors, and its description for the peer.
 
-A message is a flat tuple of tensors of any shapes. Both ends of a channel compute the same layout from the same
-description, so only the description travels, and only when it has changed.
+A message is a flat tuple of tensors of any shapes. Both ends of a channel compute the same layout from a description of
+types and shapes, so only the description has to be sent.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def aligned(count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout of consecutive tensors: the byte offset of each, and the total bytes.
+    """The positions of consecutive tensors in a buffer: the byte offset of each, and the total bytes.
 
-    ``numbers`` is the description for :func:`read_numbers`.
+    ``numbers`` describes the layout as integers for the peer (:func:`read_numbers`).
     """
 
     spec: Spec
@@ -62,8 +62,8 @@ class Layout:
     size: int
 
     def views(self, buffer: Tensor, offset: int = 0) -> list[Tensor]:
-        """Return the tensors that start at byte ``offset`` of ``buffer``, as views; the buffer's memory is aligned.
-        Each view has its own version counter, as if it had its own memory."""
+        """Return the tensors as views of ``buffer``, from byte ``offset`` on. The memory of the buffer is aligned. Each
+        view has its own version counter, as if it had its own memory."""
         storage, first = buffer.untyped_storage(), buffer.storage_offset() + offset
         return [
             torch.empty(0, dtype=dtype, device=buffer.device).set_(
@@ -84,7 +84,7 @@ def packed(gradients: Gradients) -> Tensors:
 
 
 def unpacked(tensors: Tensors) -> Gradients:
-    """Return the gradients that :func:`packed` was given."""
+    """Return the gradients that were passed to :func:`packed`."""
     return tuple([None if each.dtype is torch.bool else each for each in tensors])
 
 
@@ -127,8 +127,8 @@ def read_numbers(numbers: tuple[int, ...]) -> Layout:
 
 @lru_cache(maxsize=256)
 def header_of(spec: Spec) -> Tensor:
-    """Return the header of a message: the bytes of the whole message, the count of the layout's numbers, and these
-    numbers."""
+    """Return the header of a message as bytes: the size of the whole message, the count of the layout's numbers, and
+    the numbers."""
     layout = lay_out(spec)
     count = _header_bytes(len(layout.numbers))
     numbers = torch.zeros(count // 8, dtype=torch.int64)
@@ -138,7 +138,7 @@ def header_of(spec: Spec) -> Tensor:
 
 
 def read_header(buffer: Tensor) -> tuple[int, tuple[int, ...]]:
-    """Return the bytes of the whole message and the numbers of its layout, as many as ``buffer`` holds."""
+    """Return the size of the whole message in bytes, and the layout's numbers, as far as ``buffer`` holds them."""
     numbers = buffer[:LEAST].view(torch.int64).tolist()
     whole, count = numbers[:2]
     if 2 + count > len(numbers):
@@ -147,7 +147,7 @@ def read_header(buffer: Tensor) -> tuple[int, tuple[int, ...]]:
 
 
 def header_size(buffer: Tensor) -> int:
-    """Return the bytes of the header at the start of ``buffer``."""
+    """Return the size in bytes of the header that starts ``buffer``."""
     return _header_bytes(int(buffer[8:16].view(torch.int64)))
 
 

@@ -1,18 +1,18 @@
 """Channels between two processes of one host, through memory that both have mapped.
 
-A process group sends bytes through the kernel on a thread of its own, so each message wakes two threads: that one and
-the receiving one. Here the sender copies its tensors into a free slot of a shared ring and writes one byte, the slot's
-number, to a Unix socket; the receiver copies them out and writes one byte back. The layout is sent ahead only when it
-has changed, and a larger ring is made when a message does not fit. ::
+A process group sends bytes through the kernel on its own thread, so each message wakes two threads. Here the sender
+copies its tensors into a free slot of a shared ring buffer, and writes one byte, the number of the slot, to a Unix
+socket. The receiver copies the tensors out and writes one byte back. A changed layout is sent before the message, and a
+larger ring replaces one that is too small. ::
 
     sender                          socket                     receiver
     copy into slot 3                ring, layout, 3  ->        copy out of slot 3
     (slot 3 is free again)          <- 1 byte
 
-Received tensors are in the receiver's own memory: they may be saved, swapped and freed as any other.
+Received tensors are in the receiver's own memory, so they may be saved, offloaded and freed like all others.
 
-The ring is an anonymous file in memory, whose descriptor is passed through the socket, and the socket's name is
-abstract: however a process ends, no file remains, and its peer reads end-of-file at once.
+The ring is an anonymous file in memory, whose descriptor is passed through the socket. The socket has an abstract name.
+So no file remains however a process ends, and its peer reads end-of-file at once.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """Close inherited sockets in a forked child: open copies would hide this process's end from its peers."""
+    """Close the sockets that a forked child has inherited. Open copies would hide from the peers that this process has
+    ended."""
     for each in list(_sockets):
         each.close()
 
@@ -114,7 +115,7 @@ class Listener:
 
 
 class SharedSender:
-    """The sending end of one channel; at most ``ahead`` messages are unreceived."""
+    """The sending end of one channel. At most ``ahead`` messages are in flight: sent, but not received."""
 
     def __init__(self, route: Route, contact: Contact, ahead: int) -> None:
         self._peer, self._slots = route.receiver, min(ahead, _MOST)
@@ -160,7 +161,7 @@ class SharedSender:
         """No-op: sent messages are in memory that the peer has mapped."""
 
     def _settle(self) -> None:
-        """Free the slots of received messages; wait for a received message if no slot is free."""
+        """Free the slots of messages that the peer has received. If no slot is free, wait for one."""
         full = len(self._sent) == self._slots
         try:
             received = self._socket.recv(_MOST, 0 if full else socket.MSG_DONTWAIT)
@@ -176,7 +177,7 @@ class SharedSender:
                 self._free.append(slot)
 
     def _describe(self, spec: Spec) -> None:
-        """Send the layout of the next messages, and a larger ring if the present one is too small."""
+        """Send the layout of the following messages and, if they need one, a larger ring."""
         layout = lay_out(spec)
         if self._ring is None or layout.size > self._ring.size:
             self._ring = self._grow(layout.size)
@@ -186,7 +187,7 @@ class SharedSender:
         self._targets = self._ring.views(layout)
 
     def _grow(self, count: int) -> _Ring:
-        """Return a new ring whose slots hold ``count`` bytes. The peer keeps the old one until it has received all
+        """Return a new ring with slots of ``count`` bytes. The peer keeps the old ring until it has received all
         messages in it."""
         size = 1 << max(12, (count - 1).bit_length())  # untouched pages use no memory
         file = os.memfd_create("parallax-ring")
@@ -203,8 +204,8 @@ class SharedSender:
 
 
 class SharedReceiver:
-    """The receiving end of one channel. It accepts the connection when the first message is requested, so that ranks
-    cannot deadlock by making their channels in different orders."""
+    """The receiving end of one channel. It accepts the sender's connection when the first message is requested, so that
+    ranks cannot deadlock by creating their channels in different orders."""
 
     posts = False  # messages wait in the ring
 
@@ -261,7 +262,7 @@ class SharedReceiver:
         return found
 
     def _learn(self, connection: socket.socket, what: int) -> None:
-        """Read a new ring or a new layout from the socket, depending on the message kind ``what``."""
+        """Read a new ring or a new layout from the socket, as the message kind ``what`` says."""
         if what == _RING:
             sizes, (file,), _, _ = socket.recv_fds(connection, _SIZES.size, 1)
             try:
@@ -284,7 +285,7 @@ class _Ring:
         self._views: dict[Layout, _Views] = {}
 
     def views(self, layout: Layout) -> _Views:
-        """Return slot → the tensors of a message with this layout."""
+        """Return slot → the tensors of a message with ``layout`` in this slot."""
         if layout not in self._views:
             if len(self._views) == _KEPT:
                 self._views.clear()
@@ -293,7 +294,7 @@ class _Ring:
 
 
 class _Views(dict[int, list[Tensor]]):
-    """Slot → its tensors, made on first access."""
+    """Slot → the tensors in this slot, created on first access."""
 
     def __init__(self, memory: Tensor, size: int, layout: Layout) -> None:
         super().__init__()
@@ -305,7 +306,8 @@ class _Views(dict[int, list[Tensor]]):
 
 
 def _place() -> str | None:
-    """Return a string that is equal for processes that can share memory; None if memory cannot be shared at all."""
+    """Return a string that is equal in all processes that can share memory with this one; None if memory cannot be
+    shared."""
     try:
         os.close(os.memfd_create("parallax"))
         os.close(os.pidfd_open(os.getpid()))

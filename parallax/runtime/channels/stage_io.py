@@ -1,9 +1,10 @@
-"""The messages on the edges of one rank's stages: which rows are exchanged with which rank, and in what form.
+"""The messages between one rank's stages and their neighbours: which rows are exchanged with which rank, and in what
+form.
 
-Replicas at the two ends of an edge partition a micro-batch's rows differently, so a channel carries the overlap of two
+The replicas of two adjacent stages may divide a micro-batch's rows differently, so a channel carries the overlap of two
 row intervals (:mod:`parallax.plan.rows`). A tensor without rows, such as a table of positions, is sent whole to every
-peer; the receiver uses the copy of its first peer, and gradients are summed instead of concatenated. A gradient is None
-if the loss ignores a tensor. It is sent as None, so that a parameter without a gradient is not updated at all.
+peer. The receiver uses the copy of its first peer, and gradients are summed instead of concatenated. The gradient of a
+tensor that the loss ignores is None, and is sent as None, so that a parameter without a gradient is not updated at all.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ _GRADIENTS = (Kind.RECEIVE_GRADIENT, Kind.SEND_GRADIENT)
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """This rank's rows of a micro-batch of a given size. ``start``: the first row, relative to the micro-batch.
-    ``rows``: their number. ``shares``: for the stage at the other end of each edge, the rows shared with each of its
-    replicas, relative to this rank's first row."""
+    """This rank's part of a micro-batch of a given size. ``start``: its first row, counted from the start of the
+    micro-batch. ``rows``: its number of rows. ``shares``: for the stage at the other end of each edge, the rows that
+    this rank shares with each replica of that stage, counted from ``start``."""
 
     start: int
     rows: int
@@ -40,7 +41,8 @@ class _Part:
 
 
 class StageIO:
-    """The channels of one rank, and the rows that they carry. :meth:`begin` sets a step's micro-batches."""
+    """The messages of one rank's stages: the channels, and the rows sent through each. Call :meth:`begin` before each
+    step."""
 
     def __init__(self, chain: Chain, mesh: Mesh, channels: Channels) -> None:
         self._mesh, self._channels = mesh, channels
@@ -84,8 +86,8 @@ class StageIO:
         self._parts = [(low, self._part(high - low)) for low, high in bounds]
 
     def rows(self, micro: int) -> tuple[int, int]:
-        """Return this rank's rows of a micro-batch: the index of the first row in the global batch, and their
-        number."""
+        """Return this rank's part of micro-batch ``micro``: the index of its first row in the global batch, and its
+        number of rows."""
         low, part = self._parts[micro]
         return low + part.start, part.rows
 
@@ -105,9 +107,9 @@ class StageIO:
             ends[other].post(high - low)
 
     def receive(self, action: Action, copy: Copy = torch.clone) -> Tensors | None:
-        """Wait for the tensors of ``action`` and return them; None if this rank has no rows. ``copy`` copies a tensor
-        out of the channel's memory. It is only called if there is a single peer, because the parts of several peers are
-        concatenated anyway."""
+        """Wait for the tensors of the receive ``action`` and return them; None if this rank has no rows. ``copy``
+        copies a tensor out of the channel's memory. It is only called for a single peer: parts of several peers are
+        copied when they are concatenated."""
         ends, shares = self._receivers[action.kind, action.stage], self._shares(action)
         if not shares:
             return None
@@ -128,7 +130,7 @@ class StageIO:
         )
 
     def receive_gradients(self, action: Action) -> Gradients | None:
-        """Wait for the gradients of ``action`` and return them, with zeros for the rows of peers that sent None."""
+        """Wait for the gradients of the receive ``action`` and return them. Rows of a peer that sent None get zeros."""
         ends, shares = self._receivers[action.kind, action.stage], self._shares(action)
         if not shares:
             return None
@@ -163,7 +165,7 @@ class StageIO:
             ends[other].send(pieces, high - low)
 
     def send_gradients(self, action: Action, gradients: Gradients) -> None:
-        """Send gradients to all peers. Gradients of tensors without rows go only to the first peer, whose tensor was
+        """Send gradients to all peers. The gradient of a tensor without rows is sent only to the peer whose copy was
         used."""
         ends, shares = self._senders[action.kind, action.stage], self._shares(action)
         if len(shares) == 1:
@@ -181,7 +183,7 @@ class StageIO:
             ends[other].send(packed(tuple(pieces)), high - low)
 
     def floating(self, edge: Edge, tensors: Tensors) -> list[Tensor]:
-        """Return the ``tensors`` on ``edge`` that the receiver sends gradients for."""
+        """Return those of ``tensors``, the message on ``edge``, for which the receiver sends back gradients."""
         places = [index for index, tensor in enumerate(tensors) if can_require_grad(tensor)]
         if edge not in self._summed:
             self._summed[edge] = frozenset(
@@ -190,7 +192,7 @@ class StageIO:
         return [tensors[index] for index in places]
 
     def flush(self) -> None:
-        """Wait until each sent message is received, or copied to memory that can no longer change."""
+        """Wait until each sent message has been received, or copied to memory that the sender does not change."""
         self._channels.drain()
         for senders in self._senders.values():
             for sender in senders:
@@ -238,7 +240,8 @@ def _concatenated(action: Action, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _joined(parts: Gradients, counts: Sequence[int]) -> Tensor | None:
-    """Return gradients of ``counts`` rows each, concatenated, with zeros for None; return None if all are None."""
+    """Return the concatenation of gradients, of ``counts`` rows each. None counts as zeros; return None if all are
+    None."""
     known = next((part for part in parts if part is not None), None)
     if known is None:
         return None

@@ -1,12 +1,12 @@
 """Staging of messages between a device and a process group that carries only host memory.
 
 Each end of a channel reuses its host buffers, because pinning one takes milliseconds and torch rounds pinned memory up
-to powers of two. A message leases a free buffer that is large enough. If there is none, a new buffer replaces the free
-ones that are too small.
+to powers of two. A message leases a free buffer that is large enough. Free buffers that are too small are replaced by a
+new one.
 
-A received message is copied to the device on a stream of its channel, into device memory that the channel keeps. Such a
-copy waits only for the last reader of that memory, and overlaps with queued computation. A copy into newly allocated
-memory would wait for all queued work, because the device may still use the memory for its previous owner.
+A received message is copied to the device on the channel's stream, into device memory that the channel keeps. This copy
+waits only for the last operation that reads that memory, so it overlaps with queued computation. A copy into newly
+allocated memory would wait for all queued work, because queued operations may still use that memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PARTS = 8  # buffer sizes between a power of two and the next
 
 
 class Lease(NamedTuple):
-    """The lease of a buffer for one message: ``data``, the first bytes of ``arena``."""
+    """A host buffer that is leased for one message. ``data``: the message's bytes, at the start of ``arena``."""
 
     data: Tensor
     arena: Arena
@@ -58,7 +58,7 @@ class Buffers:
         self._released.extend([(each.arena, read or DoneEvent()) for each in leases])
 
     def close(self) -> None:
-        """Free all released buffers that the device no longer reads. A leased buffer is freed when its lease is
+        """Free all released buffers that the device has finished reading. A leased buffer is freed when its lease is
         dropped."""
         with contextlib.suppress(RuntimeError):  # queries of a failed device raise
             while self._released and self._released[0][1].done():
@@ -73,29 +73,29 @@ class StagingBuffer(Protocol):
         overwritten."""
 
     def mark_read(self) -> None:
-        """Note that all reads of the last upload are queued on the compute stream."""
+        """Record that all reads of the last upload are queued on the compute stream."""
 
 
 class Staging(Protocol):
-    """Copies tensors of a device into host buffers from which a process group can send, and back."""
+    """Copies tensors between a device and the host buffers that a process group sends and receives."""
 
     def buffers(self) -> Buffers:
-        """Return the host buffers of one end of a channel."""
+        """Return new host buffers for one end of a channel."""
 
     def device_buffer(self) -> StagingBuffer:
-        """Return the device memory of one receiving end."""
+        """Return new device memory for one receiving end."""
 
     def send(
         self, tensors: Sequence[Tensor], targets: Sequence[Tensor], post: Callable[[], None]
     ) -> None:
-        """Copy ``tensors`` into ``targets``, parts of a host buffer, then call ``post``. ``post`` is called in the
-        order of the sends. Work queued on the device does not wait for the copy."""
+        """Copy ``tensors`` into ``targets``, which are views of a host buffer, and then call ``post``. Calls of
+        ``post`` are in the order of the sends. Work that is queued on the device later does not wait for the copy."""
 
     def drain(self) -> None:
         """Wait until all messages are posted; raise the error of a failed send."""
 
     def close(self) -> None:
-        """Stop; no more messages are sent."""
+        """Stop the staging; no more messages are sent."""
 
 
 class _InPlace:
@@ -132,8 +132,7 @@ class NoStaging:
 
 
 class DeviceBuffer:
-    """Memory on ``device`` as large as the largest message so far. ``copies`` makes the copies, on streams of its
-    own."""
+    """Memory on ``device`` that holds the largest message so far. ``copies`` queues the copies on its own streams."""
 
     def __init__(self, device: torch.device, copies: CopyEngine) -> None:
         self._device, self._copies = device, copies
@@ -156,8 +155,8 @@ class DeviceBuffer:
 
 
 class PinnedStaging:
-    """Stages messages through pinned memory. A thread waits for copies to the host, so the main thread can queue more
-    work."""
+    """Stages messages through pinned memory. A thread waits for the copies to the host, so that the main thread can
+    queue more work."""
 
     def __init__(self, device: torch.device, copies: CopyEngine) -> None:
         self._device, self._copies = device, copies
@@ -211,6 +210,6 @@ def staging_for(device: torch.device, copies: CopyEngine) -> Staging:
 
 
 def _rounded(count: int) -> int:
-    """Return ``count`` bytes rounded up to a buffer size, so that slowly growing messages reuse a buffer."""
+    """Return ``count`` bytes rounded up to a coarser size, so that slowly growing messages reuse a buffer."""
     step = max(1, (1 << max(0, count - 1).bit_length()) // (2 * _PARTS))
     return -(-count // step) * step

@@ -1,7 +1,7 @@
 """Channels between stages: ordered messages along each route of the mesh.
 
-A message is a flat tuple of tensors of any shapes. Its transport depends on the two ranks: shared memory within a host,
-gloo between hosts, NCCL between GPUs. Senders and receivers have the same interface for all.
+A message is a flat tuple of tensors of any shapes. The transport depends on the two ranks: shared memory within a host,
+gloo between hosts, NCCL between GPUs. All transports have the same interface.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Sender(Protocol):
     """The sending end of one channel."""
 
     def send(self, tensors: Sequence[Tensor], rows: int) -> None:
-        """Send one message of a micro-batch's ``rows`` rows; blocks only while the peer is too far behind. The caller
-        may drop the tensors at once, but must not change them before the channels are drained."""
+        """Send one message of a micro-batch's ``rows`` rows. It blocks only while the peer is too many messages behind.
+        The caller may drop the tensors at once, but must not change them before :meth:`Channels.drain` returns."""
 
     def flush(self) -> None:
-        """Wait until the peer has all messages; the channels have been drained."""
+        """Wait until the peer has received all messages. Call it after :meth:`Channels.drain`."""
 
 
 class Receiver(Protocol):
-    """The receiving end of one channel; with ``posts`` its receives are posted ahead."""
+    """The receiving end of one channel. ``posts``: whether :meth:`post` has an effect."""
 
     posts: bool
 
@@ -42,8 +42,8 @@ class Receiver(Protocol):
         """Post the receive of the next message, expected to be of ``rows`` rows."""
 
     def receive(self, rows: int, copy: Copy = torch.clone) -> tuple[Tensor, ...]:
-        """Wait for the next message. Each returned tensor belongs to the caller and has its own version counter.
-        ``copy`` makes it from a tensor in the channel's memory."""
+        """Wait for the next message and return it. The caller owns the tensors; each has its own version counter.
+        ``copy`` makes such a tensor from one in the channel's memory."""
 
 
 class Channels:
@@ -60,7 +60,8 @@ class Channels:
             self._contacts = mesh.all_gather_object(self._listener.contact)
 
     def sender(self, route: Route, ahead: int) -> Sender:
-        """Return the sending end of ``route`` on this rank; at most ``ahead`` messages are unreceived."""
+        """Return the sending end of ``route`` on this rank. At most ``ahead`` messages are in flight: sent, but not
+        received."""
         if self._mesh.direct(route):
             return DirectSender(*self._addresses(route), self._mesh.device, ahead)
         if not self._shares_memory(route.receiver):
@@ -77,7 +78,7 @@ class Channels:
         return SharedReceiver(route, self._listener, self._contacts[route.sender])
 
     def transports(self) -> dict[str, str]:
-        """Return the transport of each route that this rank sends on."""
+        """Return ``"0 -> 1"`` → the name of the transport, for each route on which this rank sends."""
         routes = (each for each in routes_of(self._mesh.plan) if each.sender == self._mesh.rank)
         return {f"{each.sender} -> {each.receiver}": self._transport(each) for each in routes}
 
@@ -101,7 +102,7 @@ class Channels:
         self._staging.close()
 
     def _addresses(self, route: Route) -> tuple[Address, Address]:
-        """Return the address for device buffers and the address for headers."""
+        """Return two addresses of ``route``: for device buffers and for headers."""
         return Address(*self._mesh.channel(route)), Address(*self._mesh.host_channel(route))
 
     def _shares_memory(self, rank: int) -> bool:

@@ -10,9 +10,10 @@
         checkpoint.json            step, model fingerprint, plan hash, a checksum per tensor, the SHA-256 of each file
                                    and of itself, the caller's state
 
-All files are written into a folder of another name and synced, and the folder is renamed last, so a folder called
-``step-…`` is always whole. Nothing is ever unpickled. If only adapters are trained, the checkpoint holds a mark of each
-base tensor instead of the tensor, to recognize the base when it is loaded.
+All files are written into a folder with a temporary name and synced. The folder is renamed last, so a folder called
+``step-…`` is always complete. Nothing is ever unpickled. If only adapters are trained, the checkpoint holds a checksum
+of each tensor of the base model instead of the tensor. When the checkpoint is loaded, these checksums show whether the
+run has the same base model.
 """
 
 from parallax.runtime.checkpoint.caller_state import state_text

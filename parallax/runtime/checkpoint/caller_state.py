@@ -1,13 +1,13 @@
 """The caller's state in a checkpoint, for example the position in the data, a row order, or states of random
 generators.
 
-JSON alone would silently change some values: tuples become lists, numeric keys become text. It cannot hold tensors at
-all. So such values are written as objects with a kind::
+JSON would silently turn tuples into lists and numeric keys into text, and it cannot hold tensors. So such values are
+written as objects with a kind::
 
     (3, 4)                ->  {"__kind__": "tuple", "items": [3, 4]}
     generator.get_state() ->  {"__kind__": "tensor", "dtype": "uint8", "shape": [5056], "base64": "…"}
 
-The restored state is equal to the saved one. A value that cannot be restored is refused on saving, not on loading.
+The restored state is equal to the saved one. Saving refuses a value that could not be restored.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def state_text(state: Any) -> str:
 
 
 def thaw(found: Any) -> Any:
-    """Return the state that :func:`state_text` was given, from its parsed JSON. Raises ValueError for anything else."""
+    """Return the state that was passed to :func:`state_text`. ``found``: the parsed JSON. Raises ValueError for any
+    other data."""
     try:
         return _restored(found)
     except RecursionError:
@@ -95,8 +96,8 @@ def _plain(value: Any, place: str) -> Any:
 
 
 def _is_short(numbers: list[Any]) -> bool:
-    """Whether ``numbers`` holds only 64-bit integers, as a row order does, so that its values need no separate
-    check."""
+    """Whether ``numbers`` holds only 64-bit integers, as the order of rows does, so that no value needs a check of its
+    own."""
     return (
         all(type(number) is int for number in numbers)
         and max(numbers, default=0) < 2**63

@@ -1,4 +1,4 @@
-"""Checksums: of tensors, to name damaged ones; of files and of the index, to detect any damage."""
+"""Checksums of tensors, to name the damaged ones, and of files and the index, to detect any damage."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def mark(tensor: Tensor) -> int:
-    """Return a checksum that identifies a tensor left out of a checkpoint. It covers all bytes of a small tensor, and
-    evenly spaced pieces of a large one."""
+    """Return a checksum that identifies a tensor which a checkpoint leaves out. It covers all bytes of a small tensor,
+    and evenly spaced pieces of a large one."""
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     if len(flat) > _PIECES * _PIECE_BYTES:
         step = (len(flat) - _PIECE_BYTES) // (_PIECES - 1)
@@ -40,14 +40,14 @@ def mark(tensor: Tensor) -> int:
 
 
 def seal(index: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of an index, without its own entry."""
+    """Return the SHA-256 of all entries of an index except the one that holds this hash."""
     entries = {key: value for key, value in index.items() if key != SEAL}
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
 
 def verify_file(path: Path, expected: str, checksums: Mapping[str, int]) -> None:
-    """Verify a safetensors file in one sequential read. Raises :class:`CheckpointError` if its SHA-256 is not
-    ``expected``, and names the tensors that differ from ``checksums``."""
+    """Read a safetensors file once, sequentially. Raises :class:`CheckpointError` if its SHA-256 is not ``expected``;
+    the error names the tensors that differ from ``checksums``."""
     whole, damaged = hashlib.sha256(), list[str]()
     with path.open("rb") as file:
         head = file.read(8)
@@ -68,7 +68,8 @@ def verify_file(path: Path, expected: str, checksums: Mapping[str, int]) -> None
 
 
 def _spans(text: bytes) -> list[tuple[str, tuple[int, int]]]:
-    """Return the name and byte range of each tensor, relative to the end of the header, in the order of the ranges."""
+    """Return the name and the byte range of each tensor in the header ``text``, ordered by range. Ranges start at the
+    end of the header."""
     header = json.loads(text)
     found = [
         (name, tuple(each["data_offsets"]))

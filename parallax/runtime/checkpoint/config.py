@@ -16,14 +16,15 @@ TRAINING_LOSS = "loss"  # a choice of ``checkpoint.metric``; all others are of h
 class CheckpointConfig:
     """The folder of checkpoints, background writing, and retention.
 
-    ``directory``: a folder that all nodes share; each run uses the subfolder of its name. auto: the run's own
-    directory; if nodes do not share it, each node has the files of its ranks. ``asynchronous``: training resumes once
-    the tensors are copied to host memory, and the files are written meanwhile; if host memory is short, training also
-    waits for writes. A run waits for its last checkpoint. ``keep``: how many of the latest are kept; 0 keeps all.
-    ``keep_every``: the checkpoint of every n-th step is also kept, for ever; 0: none. ``best``: the number of
-    checkpoints that are also kept, the best by ``metric``: the lowest validation_loss, the lowest loss (of the step),
-    or the best validation_NAME, if NAME is one of ``metrics``. An evaluation then precedes each checkpoint, except for
-    loss.
+    ``directory``: a folder that all nodes share, in which each run uses the subfolder of its name; or auto, the run's
+    own directory. If nodes do not share that directory, each node has the files of its own ranks. ``asynchronous``:
+    training resumes as soon as the tensors are copied to host memory, while a thread writes the files. If host memory
+    is short, training also waits for writes. A run waits for its last checkpoint. ``keep``: how many of the latest
+    checkpoints are kept; 0 keeps all. ``keep_every``: the checkpoint of every n-th step is also kept, for ever; 0 is
+    none. ``best``: how many of the best checkpoints by ``metric`` are also kept; 0 is none. ``metric``:
+    validation_loss, loss (of the step), or validation_NAME, if NAME is one of ``metrics``. A lower loss is better; each
+    metric defines whether a higher value is better. With ``best``, an evaluation precedes each checkpoint, unless the
+    metric is loss.
     """
 
     directory: str = "auto"

@@ -27,7 +27,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step of a folder that :func:`checkpoint_name` named."""
+    """Return the step of a folder whose name :func:`checkpoint_name` made; None for any other name."""
     number = path.name.removeprefix("step-")
     return int(number) if number.isdecimal() else None
 
@@ -38,8 +38,8 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def remove_partial(directory: Path) -> None:
-    """Delete the files of an interrupted save or removal. A checkpoint that the save would have replaced gets its name
-    back."""
+    """Delete the files of an interrupted save or removal. If the save was about to replace a checkpoint of the same
+    step, that checkpoint gets its name back."""
     for path in directory.glob(f"{_REPLACED}*"):
         final = directory / path.name.removeprefix(_REPLACED)
         if final.exists():
@@ -57,7 +57,7 @@ def digest(directory: Path) -> str:
 
 
 def partial_folder(directory: Path, step: int) -> Path:
-    """Return the folder that a save of ``step`` writes into."""
+    """Return the temporary folder into which a save of ``step`` writes."""
     return directory / f"{_PARTIAL}{checkpoint_name(step)}"
 
 
@@ -73,7 +73,7 @@ def begin(partial: Path) -> None:
 
 
 def finish(partial: Path, index: dict[str, Any]) -> None:
-    """Write ``index`` and rename the folder to its final name, replacing a checkpoint of the same step."""
+    """Write ``index`` and rename the folder to its final name. It replaces a checkpoint of the same step."""
     path = partial / INDEX
     entries = {"version": VERSION, **index}
     text = json.dumps({SEAL: seal(entries), **entries}, indent=1)
@@ -89,7 +89,7 @@ def finish(partial: Path, index: dict[str, Any]) -> None:
 
 
 def give_name(partial: Path) -> None:
-    """Rename a complete folder to its final name, replacing a checkpoint of the same step."""
+    """Rename the complete folder ``partial`` to its final name. It replaces a checkpoint of the same step."""
     name = partial.name.removeprefix(_PARTIAL)
     final, replaced = partial.parent / name, partial.parent / f"{_REPLACED}{name}"
     sync(partial)
@@ -101,7 +101,7 @@ def give_name(partial: Path) -> None:
 
 
 def free_text(path: Path) -> str:
-    """Return the free bytes of the disk, for the end of a message."""
+    """Return a text with the free bytes of the disk, to append to an error message."""
     try:
         return f", {format_bytes(disk_free_bytes(path))} free"
     except OSError:

@@ -1,14 +1,14 @@
 """Convert the tensors of a checkpoint to the number format of the run that resumes.
 
-An optimizer steps weights in full precision: the weights themselves, or their masters where the weights have two bytes.
-A checkpoint treats both alike, so a run can resume in another format with the same masters::
+An optimizer updates weights in full precision. If the weights have two bytes, it updates fp32 copies, the master
+weights. A checkpoint holds the full-precision values, as weights or as masters, so a run can resume in another format::
 
     saved in     resumed in     weight                       master
     fp32         bf16, fp16     the weight, rounded          the weight
     bf16, fp16   fp32           the master                   (none: the weight is it)
     bf16         fp16           the master, rounded          the master
 
-Untrained weights and buffers have no masters: they are rounded to a narrower format, and unchanged in a wider one.
+Untrained weights and buffers have no masters. A narrower format rounds them, and a wider one leaves them unchanged.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from parallax.swap.weights import stepped_in
 
 
 class HeldMasters:
-    """Reads tensors from ``reader`` in the number formats of the run that resumes."""
+    """Reads the tensors of a checkpoint in the number formats of the run that resumes."""
 
     def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader
 
     def check(self, names: dict[str, Tensor]) -> None:
         """Check all tensors that a rank needs, so that errors appear before anything is changed. ``names``: the rank's
-        tensors by name. No tensor is kept in memory."""
+        own tensors by name. No tensor of the checkpoint stays in memory."""
         self._reader.check(names)
         held = self._reader.model_tensors()
         for name, mine in names.items():
@@ -47,7 +47,7 @@ class HeldMasters:
                 self._check_range(name, self.weight(name, mine), mine)
 
     def weight(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the checkpoint's value of ``tensor``, in the format of ``tensor`` or of its master copy."""
+        """Return the checkpoint's value for ``tensor``, in the format of ``tensor`` or of its master weights."""
         found = self._reader.read(f"model/{name}")
         if (
             found.dtype is tensor.dtype or self._reader.averaged
@@ -57,7 +57,7 @@ class HeldMasters:
         return found if master is None else master
 
     def states(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the optimizer states of ``tensor``, including its master copy if it needs one."""
+        """Return the optimizer states for ``tensor``, including its master weights if it needs them."""
         known = self._reader.states(name)
         master = known.pop(MASTER, None)
         if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
@@ -81,5 +81,5 @@ class HeldMasters:
 
 
 def _format(tensor: Tensor) -> str:
-    """Return a tensor's number format by its name in the settings, such as ``bf16``."""
+    """Return the number format of a tensor as the settings call it, such as ``bf16``."""
     return {dtype: name for name, dtype in DTYPES.items()}.get(tensor.dtype, str(tensor.dtype))

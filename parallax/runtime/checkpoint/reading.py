@@ -22,8 +22,8 @@ from parallax.swap.optimizer.averaging import AVERAGE
 
 
 class CheckpointReader:
-    """Reads tensors of a checkpoint by name, from any of its files. A file is verified as a whole before its first
-    tensor is returned. ``averaged``: read averages in place of the model's tensors that have one."""
+    """Reads tensors of a checkpoint by name, from any of its files. A whole file is verified before its first tensor is
+    returned. ``averaged``: if a model tensor has an average, read that instead."""
 
     def __init__(self, directory: Path, *, averaged: bool = False) -> None:
         self.directory, self.averaged = directory, averaged
@@ -58,8 +58,9 @@ class CheckpointReader:
     def check_names(
         self, expected: Iterable[str], fingerprint: str, structure: str = "", dtype: str = ""
     ) -> None:
-        """Raise if the checkpoint is of another model: its names differ from ``expected``, or its fingerprint differs.
-        A checkpoint in another number format than ``dtype`` is accepted if its ``structure`` is equal."""
+        """Raise :class:`CheckpointError` if the checkpoint is of another model: its names differ from ``expected``, or
+        its fingerprint differs. A difference in number format alone (``dtype``) is accepted if ``structure`` is
+        equal."""
         wanted = set(expected)
         found = {
             name.removeprefix("model/") for name in self._checksums if name.startswith("model/")
@@ -80,9 +81,9 @@ class CheckpointReader:
             )
 
     def check_base(self, base: str, marks: dict[str, int], dtype: str = "") -> None:
-        """Raise if the checkpoint's adapters were trained on another base model. ``base``: the name of this run's base
-        in messages; ``marks``: checksums of its tensors; ``dtype``: its number format. The same base in another number
-        format counts as another base."""
+        """Raise :class:`CheckpointError` if the checkpoint's adapters were trained on another base model than this
+        run's. ``base``: the name of this run's base. ``marks``: the checksums of its tensors. ``dtype``: its number
+        format; the same base in another number format counts as another base."""
         if marks and self._dtype not in ("", dtype):
             raise CheckpointError(
                 f"{self.directory} was trained on a base in {printable(self._dtype)}, which it does not hold, and "
@@ -96,7 +97,7 @@ class CheckpointReader:
             )
 
     def check_optimizer(self, name: str) -> None:
-        """Raise if the optimizer states are those of another optimizer."""
+        """Raise :class:`CheckpointError` if the checkpoint's optimizer is not ``name``."""
         if self._trained_by not in ("", name):
             trained_by = printable(self._trained_by)
             if ":" in trained_by:
@@ -111,14 +112,14 @@ class CheckpointReader:
             )
 
     def held(self) -> dict[str, Tensor]:
-        """Return all tensors of the checkpoint by full name, as tensors without values."""
+        """Return full name → tensor without values, for all tensors of the checkpoint."""
         held: dict[str, Tensor] = {}
         for file in {id(file): file for _, file in self._where.values()}.values():
             held |= held_in(file)
         return held
 
     def model_tensors(self) -> dict[str, Tensor]:
-        """Return the model's tensors by the model's names, as tensors without values."""
+        """Return name → tensor without values, for the model's tensors, under the model's own names."""
         return {
             name.removeprefix("model/"): tensor
             for name, tensor in self.held().items()
@@ -126,7 +127,7 @@ class CheckpointReader:
         }
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor by its full name."""
+        """Return the tensor with the full name ``name``."""
         average = name.replace("model/", f"{AVERAGE}/", 1)
         if self.averaged and name.startswith("model/") and average in self._checksums:
             return self._read(average).to(self._formats[name])
@@ -148,7 +149,7 @@ class CheckpointReader:
         return tensor
 
     def _find(self, name: str) -> tuple[Path, Any]:
-        """Return the file that holds a tensor."""
+        """Return the file that holds the tensor ``name``, and the open file."""
         if name in self._where and name in self._checksums:
             return self._where[name]
         if name not in self._where and name in self._nodes:
@@ -170,7 +171,8 @@ class CheckpointReader:
         return {name: node for name, node in self._nodes.items() if name not in self._where}
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """Return the tensors of the parameters ``names`` that the checkpoint has, but that are not on this node."""
+        """Return the full names of tensors that belong to the parameters ``names`` and are in the checkpoint, but not
+        on this node."""
         wanted = [f"{kind}/{name}" for name in names for kind in ("model", *self._optimizer)]
         return [each for each in wanted if each in self._checksums and each not in self._where]
 
@@ -179,13 +181,13 @@ class CheckpointReader:
         return {name: path.name for name, (path, _) in self._where.items()}
 
     def check_whole(self) -> None:
-        """Raise if parts of the checkpoint are on other nodes."""
+        """Raise :class:`CheckpointError` if this node lacks parts of the checkpoint."""
         for name in self._checksums:
             if name not in self._where and name in self._nodes:
                 raise CheckpointError(self._elsewhere(name))
 
     def _elsewhere(self, name: str) -> str:
-        """Return an error message for a tensor that another node saved."""
+        """Return the error message for a tensor that is on another node."""
         place, here = printable(self._nodes[name]), {self._nodes.get(each) for each in self._where}
         mine = ", ".join(sorted(printable(str(each)) for each in here if each)) or "no node"
         return (
@@ -195,7 +197,7 @@ class CheckpointReader:
 
     def check(self, names: dict[str, Tensor]) -> None:
         """Check all tensors that a rank needs, so that errors appear before anything is changed. ``names``: the rank's
-        tensors by name. No tensor is kept in memory."""
+        own tensors by name. No tensor of the checkpoint stays in memory."""
         for name, mine in names.items():
             _, file = self._find(f"model/{name}")
             was, due = list(file.get_slice(f"model/{name}").get_shape()), list(mine.shape)
@@ -215,7 +217,7 @@ class CheckpointReader:
         return {key: self.read(f"{key}/{name}") for key in self._states_of(name)}
 
     def state_of(self, name: str, key: str) -> Tensor | None:
-        """Return one state of a parameter; None if it is missing."""
+        """Return the state ``key`` of the parameter ``name``; None if the checkpoint lacks it."""
         return self.read(f"{key}/{name}") if key in self._states_of(name) else None
 
     def _states_of(self, name: str) -> list[str]:

@@ -14,8 +14,8 @@ from parallax.runtime.checkpoint.folder import REMOVED, checkpoint_name
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Selects the checkpoints to keep: the last ``keep_last`` ones (0: all), those of every ``keep_every``-th step (0:
-    none), and the ``best`` ones by ``metric``: the lowest values, or with ``higher`` the highest."""
+    """Selects the checkpoints to keep: the last ``keep_last`` (0: all), those of every ``keep_every``-th step (0:
+    none), and the ``best`` ones by ``metric``. ``higher``: the highest value is the best; otherwise the lowest."""
 
     keep_last: int = 0
     keep_every: int = 0
@@ -24,9 +24,9 @@ class Retention:
     higher: bool = False
 
     def superseded(self, held: Mapping[int, float | None], step: int) -> list[int]:
-        """Return the steps whose checkpoints may be removed when the checkpoint of ``step`` is complete. ``held``:
-        existing checkpoints, step → metric or None. Steps after ``step`` are ignored, because the run did not resume
-        from them."""
+        """Return the steps whose checkpoints may be removed once the checkpoint of ``step`` is complete. ``held``: step
+        → metric (or None) of the existing checkpoints. Checkpoints after ``step`` are ignored: the run resumed from an
+        earlier one."""
         steps = sorted(each for each in held if each <= step)
         if not self.keep_last:
             return []
@@ -47,8 +47,8 @@ ALL_STAY = Retention()
 
 
 def remove(directory: Path, steps: Iterable[int]) -> None:
-    """Remove the checkpoints of ``steps``. Each folder is renamed first: after an interruption it is no longer listed
-    as a checkpoint, and the next start removes its files."""
+    """Remove the checkpoints of ``steps``. Each folder is first renamed, so that it is no longer listed as a
+    checkpoint. If the removal is interrupted, the next start of the run deletes the files."""
     for step in steps:
         name = checkpoint_name(step)
         with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
 """Host memory for the copies of a checkpoint's tensors, until they are written.
 
-Training resumes when all tensors are copied; a thread writes the copies and releases their memory. If memory holds all
-tensors of a rank, training waits only for the copies. Otherwise it waits for writes too; with a single buffer, it waits
-for nearly all of them::
+Training resumes when all tensors are copied. A thread writes the copies and releases their memory. If the memory holds
+all tensors of a rank, training waits only for the copies. Otherwise it also waits for writes; with a single buffer, for
+nearly all of them::
 
     main     copy A ─▶ copy B ─▶ copy C (into A's buffer, where there is memory for two) ─▶ step …
     thread             write A ─────▶ write B ─▶ write C
@@ -21,8 +21,8 @@ from parallax.machine.pinned import Arena
 
 
 class SnapshotMemory:
-    """Buffers that all saves reuse, at most ``limit_bytes`` in total, or one larger buffer. ``arena`` allocates a
-    buffer's memory."""
+    """Host buffers that all saves reuse. Together they have at most ``limit_bytes``, except that a single buffer may be
+    larger. ``arena`` allocates the memory of a buffer."""
 
     def __init__(self, arena: Callable[[int], Arena], limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -45,7 +45,7 @@ class SnapshotMemory:
             return found.data
 
     def release(self, data: Tensor) -> None:
-        """Release a buffer of :meth:`acquire`, after it was written."""
+        """Return a buffer from :meth:`acquire`, whose content has been written."""
         with self._changed:
             self._free.append(self._acquired.pop(data.data_ptr()))
             self._changed.notify_all()
@@ -56,8 +56,8 @@ class SnapshotMemory:
             self._free.pop().close()
 
     def _find(self, size: int) -> Arena | None:
-        """Return a free buffer of ``size`` bytes, or a new one. Return None if a new one would exceed the limit and
-        another buffer will be released."""
+        """Return a free or a new buffer of ``size`` bytes. Return None if a new one would exceed the limit; the caller
+        then waits for another buffer's release."""
         for index, free in enumerate(self._free):
             if free.data.numel() == size:
                 return self._free.pop(index)
@@ -68,7 +68,7 @@ class SnapshotMemory:
         return None
 
     def _make(self, size: int) -> Arena | None:
-        """Return a new buffer; None if memory is short and another buffer will be released."""
+        """Return a new buffer. Return None if memory is short; the caller then waits for another buffer's release."""
         try:
             return self._arena(size)
         except (RuntimeError, MemoryError, SwapError) as error:

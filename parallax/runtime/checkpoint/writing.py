@@ -32,7 +32,7 @@ _ALIGNMENT = 64  # bytes at which a tensor begins in its buffer
 WRITER = "parallax-checkpoint"  # prefix of the names of writing threads
 
 Check = Callable[[str, Tensor], None]
-"""Called with name and tensor before it is written; raises where it must not be written."""
+"""Called with the name and the value of a tensor before it is written; raises if it must not be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class WrittenParts:
 
 
 def contents_of(parts: Iterable[WrittenParts]) -> dict[str, Any]:
-    """Return the entries of a checkpoint's index about its files."""
+    """Return the entries of a checkpoint's index that describe its files."""
     whole = WrittenParts()
     for part in parts:
         whole.checksums.update(part.checksums)
@@ -58,8 +58,9 @@ def contents_of(parts: Iterable[WrittenParts]) -> dict[str, Any]:
 
 
 class PartWriter:
-    """Writes one rank's tensors into ``folder``, in files named after ``part``, of about ``part_bytes`` each, so that
-    copies never exceed the buffers of ``memory``. ``expected_bytes``: the approximate size of all tensors."""
+    """Writes one rank's tensors into files in ``folder``, named after ``part``. ``part_bytes``: the approximate size of
+    a file, and of the buffer in ``memory`` that collects it. ``expected_bytes``: the approximate size of all
+    tensors."""
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class PartWriter:
         self._batch[name], self._at = place, start + tensor.nbytes
 
     def end(self) -> Future[WrittenParts]:
-        """Close the last file and return a future of all written files."""
+        """Close the last file. The returned future is complete when all files are written."""
         if self._batch or not self._count:
             self._submit()
         return self._thread.submit(self._collect)
@@ -137,8 +138,8 @@ class PartWriter:
 
 
 def write_file(path: Path, tensors: dict[str, Tensor], checksums: dict[str, int]) -> dict[str, Any]:
-    """Write host tensors to a safetensors file and sync it; return its bytes and SHA-256. The checksum of each tensor
-    is added to ``checksums``. Raises :class:`CheckpointError`."""
+    """Write host tensors to a safetensors file and sync it. Return the file's size and SHA-256, and add each tensor's
+    checksum to ``checksums``. Raises :class:`CheckpointError`."""
     # The widest types first, so that all tensors are aligned.
     ordered = sorted(tensors.items(), key=lambda entry: (-entry[1].element_size(), entry[0]))
     head, size = file_head(dict(ordered)), sum(tensor.nbytes for _, tensor in ordered)
@@ -158,8 +159,8 @@ def write_file(path: Path, tensors: dict[str, Tensor], checksums: dict[str, int]
 
 
 def _put(file: BinaryIO, data: bytes | memoryview, whole: Any) -> int:
-    """Write ``data`` in chunks that fit the processor's caches, add them to the hash ``whole``, and return their
-    checksum."""
+    """Write ``data`` to ``file``, update the hash ``whole`` with it, and return its checksum. Chunks fit the
+    processor's caches."""
     found = 0
     for start in range(0, len(data), _CHUNK_BYTES):
         chunk = data[start : start + _CHUNK_BYTES]
@@ -172,7 +173,7 @@ def _put(file: BinaryIO, data: bytes | memoryview, whole: Any) -> int:
 def write_parts(
     folder: Path, part: str, tensors: Iterable[tuple[str, Tensor]], part_bytes: int = PART_BYTES
 ) -> WrittenParts:
-    """Write named tensors and wait for them; see :class:`PartWriter`."""
+    """Write named tensors into files and wait for them; the arguments are those of :class:`PartWriter`."""
     memory = SnapshotMemory(PlainArena, 2 * part_bytes)
     with ThreadPoolExecutor(1, WRITER) as thread:
         writer = PartWriter(folder, part, memory, thread, part_bytes=part_bytes)

@@ -1,8 +1,8 @@
 """End the process of a failed rank, and write its exit report.
 
 When one rank fails, every other rank raises an exception of its own, and a launcher sees only exit codes. The user
-needs one line. So a failed rank asks the watch whether it is the rank that reports, and writes its report to the
-launcher if that is Parallax's, otherwise to the terminal.
+needs one line. So a failed rank asks the watch whether it may report. If so, it sends its report to Parallax's
+launcher, or prints it if another launcher started the rank.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ _MISTAKES = (
 
 
 def report_and_exit(error: BaseException, watch: Watch | None = None) -> NoReturn:
-    """Report the exception of this rank, once for the run, and end the process.
+    """Report ``error``, once for the run, and end the process of this rank.
 
-    A broken connection is not a cause: the other ranks soon know the rank that broke it, and the watch ends this
-    process meanwhile. Before there is a watch, the first rank of a host reports for the host.
+    A broken connection is not a cause: the other ranks soon find the rank that broke it, and the watch then ends this
+    process. Without a watch yet, the first failed rank of each host reports.
     """
     # Raised by the model itself, or before there was a watch, which handles Ctrl-C.
     if isinstance(error, KeyboardInterrupt):
@@ -91,8 +91,8 @@ def report_and_exit(error: BaseException, watch: Watch | None = None) -> NoRetur
 def exit_process(code: int) -> NoReturn:
     """End the process of a rank, after it has closed its resources, with exit code ``code``.
 
-    Threads of libraries may still wait for Python's lock. A finalizing interpreter would end them inside C++ code,
-    which occasionally calls abort.
+    The interpreter is not finalized: it would end library threads that wait for the GIL inside C++ code, which
+    occasionally calls abort.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -102,10 +102,10 @@ def exit_process(code: int) -> NoReturn:
 
 
 def send_report(report: FailureReport) -> None:
-    """Report why the run ended: to Parallax's launcher, which adds its own knowledge and prints the report, otherwise
-    to this rank's stderr.
+    """Report why the run ended: to Parallax's launcher, which completes and prints the report, or else to this rank's
+    stderr.
 
-    The text bypasses Python's buffers, because the main thread may hold their locks for ever.
+    The text bypasses Python's buffers, because the main thread may hold their locks forever.
     """
     if not report.text:
         return
@@ -122,7 +122,8 @@ def send_report(report: FailureReport) -> None:
 
 
 def heartbeat_for_launcher() -> Heartbeat:
-    """Return this rank's heartbeat, in the folder of the exit report, if the launcher is Parallax's."""
+    """Return this rank's heartbeat file if Parallax's launcher started the rank; otherwise a heartbeat that does
+    nothing."""
     file = os.environ.get(EXIT_REPORT)
     return FileHeartbeat(Path(file).parent, int(os.environ["RANK"])) if file else NoHeartbeat()
 
@@ -141,9 +142,9 @@ def follows(error: BaseException) -> bool:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Return whether another attempt may succeed after ``error``: a disk, a network or a device may be available again.
-    Python's exceptions for programming errors would repeat, and so would invalid input, non-finite numbers, and a
-    call of exit."""
+    """Return whether another attempt may succeed after ``error``, because a disk, a network or a device may be
+    available again. Errors that would repeat are Python's exceptions for programming errors, invalid input, non-finite
+    numbers, and a call of exit."""
     if isinstance(error, ParallaxError):
         return error.may_pass
     if type(error) is RuntimeError and _TORCH_MISTAKES.search(str(error)):
@@ -152,13 +153,13 @@ def may_pass(error: BaseException) -> bool:
 
 
 def failure_of(error: BaseException, watch: Watch | None) -> FailureReport:
-    """Return the report of an exception."""
+    """Return the report of an exception of this rank."""
     return replace(_failure_of(error, watch), may_pass=may_pass(error))
 
 
 def _failure_of(error: BaseException, watch: Watch | None) -> FailureReport:
-    """Return the report of ``error``. If every rank raises the same error, such as invalid input, the report names no
-    rank."""
+    """Return the report of ``error``. The report names no rank if every rank raises the same error, as for invalid
+    input."""
     variable, text = os.environ.get("RANK", "0"), printable(str(error))
     rank = int(variable) if variable.isdecimal() else 0  # an invalid RANK may be the error
     if isinstance(error, ParallaxError) and error.common:
@@ -173,7 +174,7 @@ def _failure_of(error: BaseException, watch: Watch | None) -> FailureReport:
 
 
 def _fails_first() -> bool:
-    """Return whether this rank is the first of its host to fail; failures of other ranks are consequences."""
+    """Return whether this rank is the first of its host to fail. Later failures are consequences of the first."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return True

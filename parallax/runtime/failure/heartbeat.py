@@ -1,8 +1,8 @@
 """Heartbeats of ranks, which show the launcher that all ranks hang or that a rank ended early.
 
-Ranks watch each other. But if all ranks are stopped, no rank watches, and if the only rank is stopped, or a call of
-``os._exit(0)`` ends a process, no rank can report it. So the launcher makes a file for each rank. The rank's watch
-writes its status there a few times a second, and the rank removes the file when it ends in order::
+Ranks watch each other, but no rank can report that all ranks are stopped, or that a single rank called ``os._exit(0)``.
+So the launcher creates a file for each rank. The rank's watch writes the rank's status there a few times a second, and
+the rank removes the file when it ends normally::
 
     rank 0 ── watch ── beat ──> heartbeat-0 ──┐
     rank 1 ── watch ── beat ──> heartbeat-1 ──┴── launcher: none has changed for longer than the limit
@@ -42,19 +42,19 @@ _SLACK_SECONDS = 5.0  # longer than ranks need to find each other's failures
 
 
 class Heartbeat(Protocol):
-    """A rank's side: the watch's thread calls ``beat``, the main thread calls ``end``."""
+    """A rank's side of the heartbeat. The watch's thread calls ``beat``, and the main thread calls ``end``."""
 
     def beat(self, status: BeatStatus) -> None:
         """Show that the rank is alive."""
 
     def end(self) -> None:
-        """Record that the rank ended in order."""
+        """Record that the rank ended normally."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeatStatus:
-    """The status of a rank: its ``name``, its activity, the seconds for which it may be silent (0: no limit), and the
-    seconds that it has to save after a request to end (0: no limit)."""
+    """The status of a rank: its ``name``, its current activity, the seconds for which it may be silent (0: no limit),
+    and the seconds that it has to save after a request to end, such as SIGTERM (0: no limit)."""
 
     name: str
     seen: RankStatus
@@ -63,7 +63,7 @@ class BeatStatus:
 
 
 class NoHeartbeat:
-    """No heartbeat: the rank was not started by Parallax's launcher."""
+    """Does nothing, for a rank that Parallax's launcher did not start."""
 
     def beat(self, status: BeatStatus) -> None:
         """No-op."""
@@ -73,7 +73,7 @@ class NoHeartbeat:
 
 
 class FileHeartbeat:
-    """Writes heartbeats to the file of ``rank`` in ``folder``."""
+    """Writes the status of ``rank`` to its file in ``folder``."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path, self._count = _file(folder, rank), itertools.count()
@@ -94,7 +94,7 @@ class FileHeartbeat:
                 os.ftruncate(self._handle, 0)  # an old status would count as silence
 
     def end(self) -> None:
-        """Remove the file, which also works on a full disk."""
+        """Remove the file. Unlike writing, this also works on a full disk."""
         self._path.unlink(missing_ok=True)
         if self._handle is not None:
             os.close(self._handle)
@@ -107,7 +107,7 @@ def _file(folder: Path, rank: int) -> Path:
 
 @dataclass(slots=True)
 class _Heard:
-    """The last status read from a rank's heartbeat file, raw and parsed, and the seconds since it last changed."""
+    """The status last read from a rank's heartbeat file, raw and parsed, and the seconds since it changed."""
 
     text: list[object] = field(default_factory=list)
     status: BeatStatus | None = None
@@ -116,25 +116,26 @@ class _Heard:
 
 class Heartbeats:
     """The launcher's side: the heartbeat files of ``ranks`` ranks in ``folder``, created before the ranks start.
-    ``requests`` lists the requests to end so far."""
+    ``requests`` records the requests to end."""
 
     def __init__(self, folder: Path, ranks: int, requests: Requests) -> None:
         self._folder, self._requests = folder, requests
         self._heard = [_Heard() for _ in range(ranks)]
         self._read_at = time.monotonic()
         self.report: FailureReport | None = None
-        """Why the ranks must be killed, once they must."""
+        """Why the ranks must be killed; None if they need not be."""
         for rank in range(ranks):
             with contextlib.suppress(OSError):
                 _file(folder, rank).touch()
 
     def living(self, ranks: Iterable[int]) -> list[int]:
-        """Return the ``ranks`` whose heartbeat file still exists; a rank removes its file when it ends in order."""
+        """Return those of ``ranks`` whose heartbeat file exists. A rank removes its file when it ends normally."""
         return [rank for rank in ranks if _file(self._folder, rank).exists()]
 
     def have_stopped(self) -> bool:
-        """Return whether the launcher must kill the ranks because none responds: each has been silent for longer than
-        its limit, or cannot save in time after a request to end. The caller polls it several times a second."""
+        """Return whether the launcher must kill the ranks because none responds. A rank does not respond if it has been
+        silent for longer than its limit, or if it cannot save in time after a request to end. Call this several times a
+        second."""
         gap = time.monotonic() - self._read_at
         if gap >= _READ_SECONDS:
             self._read_at += gap
@@ -178,7 +179,7 @@ class Heartbeats:
 
 
 def _silent(seen: RankStatus, limit_seconds: float) -> bool:
-    """Return whether a rank with a time limit has been silent for longer than the limit."""
+    """Return whether a rank has been silent for longer than ``limit_seconds``; False without a limit (0)."""
     sooner = replace(seen, silent_seconds=seen.silent_seconds - _SLACK_SECONDS)
     found = root_cause([sooner], limit_seconds) if limit_seconds else None
     return found is not None and found[1] is FailureKind.SILENT

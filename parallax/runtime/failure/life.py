@@ -1,8 +1,8 @@
 """Signs of life: find out from another thread whether the process makes progress.
 
-Outside of steps no fixed limit is right: a phase may tokenize text, read weights or compile kernels. But a process that
-does any of these computes, reads or writes, or has a child that does; a process that hangs sleeps. So a thread asks the
-kernel whether the main thread, another thread or a child process has run since the last check.
+Outside of steps no fixed time limit is right, because a rank may tokenize text, read weights or compile kernels. But a
+process that does any of these uses a CPU or a disk, or has a child that does, while a process that hangs sleeps. So a
+thread asks the kernel whether the main thread, another thread or a child process has run since the last check.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WAITING = (
 
 
 class Life:
-    """Signs of life of this process, checked by one thread that is not the main thread."""
+    """Signs of life of this process. A single thread, other than the main thread, checks them."""
 
     def __init__(self) -> None:
         self._status, self._threads = (
@@ -64,7 +64,7 @@ class Life:
         return ""
 
     def _reads_or_writes(self) -> bool:
-        """Return whether any thread waits for a disk. No other counter shows this, and the main thread may wait for
+        """Return whether any thread waits for a disk. Nothing else shows such a wait, and the main thread may wait for
         that thread."""
         for stat in self._threads.glob("*/stat"):
             with contextlib.suppress(OSError, IndexError):
@@ -81,7 +81,7 @@ class ThreadLife:
         self._before = ""
 
     def shows(self) -> bool:
-        """Return whether the thread has made progress since the last call; True if the system cannot tell."""
+        """Return whether the thread has made progress since the last call; True if the operating system cannot tell."""
         try:
             status = (self._folder / "status").read_text()
             ran = (self._folder / "schedstat").read_text()
@@ -109,8 +109,8 @@ def waits_for_others() -> bool:
 
 
 def where(thread: threading.Thread | None = None) -> str:
-    """Return the source line that a thread (by default the main thread) executes: the innermost line of the user's
-    code, or ""."""
+    """Return the source line that ``thread`` (by default the main thread) executes: the innermost line of the user's
+    code, or "" if there is none."""
     observed = thread or threading.main_thread()
     frame = innermost = sys._current_frames().get(observed.ident or 0)
     while frame is not None and frame.f_code.co_filename.startswith(_OTHERS):

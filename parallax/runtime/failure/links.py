@@ -1,9 +1,9 @@
 """Connections between the ranks' watches: one line of JSON per message, in a star around rank 0.
 
-A connection must show the end of a process at once, even if its main thread or torch's own connections are blocked, so
-the watches use sockets of their own. The listening port is open only while the ranks connect: on the loopback address
-if all ranks are on one host, otherwise on the address of the interface that torch is configured to use. A connection
-that does not present the token of rank 0 is rejected.
+The end of a process must close its connection at once, even while its main thread or torch's own connections are
+blocked. So the watches use their own sockets. The listening port is open only while the ranks connect: on the loopback
+address if all ranks are on one host, otherwise on the address of the interface that torch is configured to use. A
+connection that does not present the token of rank 0 is rejected.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PARTITION_ERRORS = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, err
 
 
 class UnreachableError(ConnectionError):
-    """No packet reaches the peer any more, and the peer has not closed the connection."""
+    """No packet reaches the peer any more, although the peer has not closed the connection."""
 
 
 class PeerLink:
@@ -59,8 +59,8 @@ class PeerLink:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """Yield the received messages. Raises ConnectionError if the peer has closed the connection,
-        :class:`UnreachableError` if the network does not reach it. Call it when the socket is readable."""
+        """Yield the received messages. Call it when the socket is readable. Raises ConnectionError if the peer has
+        closed the connection, and :class:`UnreachableError` if the network does not reach it."""
         try:
             part = self.socket.recv(_LONGEST_LINE)
         except OSError as error:
@@ -78,7 +78,7 @@ class PeerLink:
 
     @property
     def ended(self) -> bool:
-        """Whether the peer has closed the connection and all its messages have been read."""
+        """Whether the peer has closed the connection and no message is left to read."""
         try:
             self.socket.setblocking(False)
             return not self.socket.recv(1, socket.MSG_PEEK)
@@ -95,7 +95,7 @@ class PeerLink:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The ranks after they have connected: the process id, host and host name of every rank, and the links of this
+    """The result of connecting the ranks: the process id, host and host name of every rank, and the links of this
     rank."""
 
     rank: int
@@ -106,7 +106,7 @@ class Meeting:
 
 
 def meet() -> Meeting:
-    """Connect rank 0 with all other ranks of torch's world. Called by every rank."""
+    """Connect rank 0 with all other ranks of torch's default group. Every rank calls it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Meeting(0, (os.getpid(),), (host_identity(),), (node_name(),), {})
     rank, size = rank_and_size()
@@ -131,9 +131,9 @@ def meet() -> Meeting:
 
 
 def addresses(one_host: bool) -> list[str]:
-    """Return the addresses at which other hosts may reach this one, best first: an address of the first existing
-    interface that torch is configured to use; without such a setting, the addresses of all interfaces that are up.
-    The loopback address is last, because containers may share it."""
+    """Return the addresses at which other hosts may reach this one, best first. They are those of the first existing
+    interface that torch is configured to use; without such a setting, of all interfaces that are up. The loopback
+    address comes last, because containers may share it. ``one_host``: all ranks are on this host."""
     if one_host:
         return ["127.0.0.1"]
     configured = [
@@ -166,7 +166,7 @@ def _listed(variable: str) -> list[str]:
 
 
 def _listener(where: list[str]) -> socket.socket:
-    """Return a socket that listens at the single address in ``where``, or at all addresses of the host if there are
+    """Return a socket that listens at the only address in ``where``, or at all addresses of the host if ``where`` has
     several."""
     if len(where) == 1:
         family, *_, place = socket.getaddrinfo(where[0], 0, type=socket.SOCK_STREAM)[0]
@@ -179,7 +179,7 @@ def _listener(where: list[str]) -> socket.socket:
 
 
 def reach(hosts: list[str], port: int, token: str, rank: int) -> PeerLink:
-    """Connect to rank 0 at the first of ``hosts`` that accepts the token."""
+    """Connect to rank 0 at the first of ``hosts`` that answers with ``token``."""
     refused: list[str] = []
     for host in hosts:
         try:
@@ -224,7 +224,7 @@ def welcome(listener: socket.socket, token: str, count: int) -> dict[int, PeerLi
 
 
 def _first_message(link: PeerLink, patience_seconds: float) -> dict[str, Any]:
-    """Return the first message; an empty one if none arrives in time or it is malformed."""
+    """Return the first message of a new connection; an empty one if none arrives in time or if it is malformed."""
     end = time.monotonic() + patience_seconds
     while time.monotonic() < end:
         try:

@@ -18,7 +18,7 @@ _EXAMINE_SECONDS = 1.0  # between two checks for signs of life
 
 
 class Watched(Protocol):
-    """The engine as the watch sees it: its current action."""
+    """The part of an engine that the watch reads."""
 
     @property
     def current(self) -> tuple[Action, int, float] | None:
@@ -35,7 +35,7 @@ class Watched(Protocol):
 
 @dataclass(slots=True)
 class BesideSteps:
-    """A background activity, named ``what``, of one thread. ``idle_seconds``: the seconds since ``life`` has last seen
+    """A background activity of one thread, named ``what``. ``idle_seconds``: the seconds since ``life`` last saw
     progress of the thread."""
 
     what: str
@@ -45,8 +45,8 @@ class BesideSteps:
 
 
 class OwnStatus:
-    """This rank's current activity. Inside of a step it is the action that the main thread executes. Outside of steps
-    it is the phase, and whether the rank makes progress. ``steps`` counts the observed steps."""
+    """The current activity of this rank. During a step it is the action that the main thread runs. Between steps it is
+    a named phase, such as loading data, and whether the rank makes progress. ``steps`` counts the observed steps."""
 
     def __init__(self) -> None:
         self.steps: set[int] = set()
@@ -64,7 +64,8 @@ class OwnStatus:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name the activity inside this context, outside of steps, as a continuation of "has been"."""
+        """Give the main thread's activity in this context a name, for use outside of steps. The name must complete the
+        sentence "the rank has been …"."""
         before, self._phase = self._phase, (name,)
         try:
             yield
@@ -73,15 +74,16 @@ class OwnStatus:
 
     @property
     def current(self) -> tuple[Action, int, float] | None:
-        """The action that is executed."""
+        """The action that the engine is running."""
         return self._attended[0].current if self._attended else None
 
     def coordinate(self, rank: int) -> Coordinate | None:
-        """Return the coordinate of ``rank``, once there is a plan."""
+        """Return the coordinate of ``rank``; None before there is a plan."""
         return self._attended[1].coordinate(rank) if self._attended else None
 
     def observe(self, before: RankStatus, now: float, gap: float) -> RankStatus:
-        """Return the status at time ``now``, given the status ``gap`` seconds ``before``."""
+        """Return the status at time ``now``. ``before``: the status of the last observation, ``gap`` seconds
+        earlier."""
         current = self.current
         doing = current or self._phase
         gap = gap if doing is self._doing else 0.0
@@ -116,12 +118,12 @@ class OwnStatus:
 
     @property
     def _named_phase(self) -> str:
-        """The phase of the main thread outside of steps. It always has a name, since an unnamed phase could hang
-        undetected."""
+        """The name of the main thread's phase outside of steps. It is never empty, because a phase without a name could
+        hang undetected."""
         return self._phase[0] or ("between steps" if self._attended else "starting")
 
     def _examine(self, before: RankStatus, now: float, gap: float) -> tuple[float, bool]:
-        """Return the seconds without progress outside of steps, and whether this rank waits for others."""
+        """Return the seconds without progress outside of steps, and whether this rank waits for other ranks."""
         idle = before.idle_seconds + gap if gap else 0.0
         if min(now - self._examined, before.seconds) < _EXAMINE_SECONDS:
             return idle, before.waits and gap > 0

@@ -1,7 +1,7 @@
-"""End a rank so that torchrun does not restart it after invalid input.
+"""End a rank in a way that torchrun does not restart, for use after invalid input.
 
-Torchrun restarts all ranks after every failure. Invalid input would fail in the same way each time, so the first rank
-of a host asks its torchrun to end, and writes a marker file for the script that started torchrun.
+Torchrun restarts all ranks after every failure, but invalid input would fail in the same way each time. So the first
+rank of a host asks its torchrun to end, and writes a marker file for the script that started torchrun.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The state of a rank that failed or hangs, and the one sentence that reports it.
 
-When one rank stops, all others wait for it, each in another action: every rank observes a problem, and one rank is the
-cause. The last known actions tell them apart: a rank that computes keeps the others waiting, never the reverse.
+When one rank stops, all others wait for it, each in another action, so every rank observes a problem. The last known
+actions show which rank is the cause: a rank that computes keeps others waiting, never the reverse.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _BEFORE_STEPS = (
 
 
 class FailureKind(StrEnum):
-    """How a rank ended: it raised, its process ended without a report, its host is unreachable, it stays in one action,
-    it does not answer, it was stopped on purpose, or it was requested to end and could not save in time."""
+    """How a rank failed: it raised an exception; its process ended without a report; its host is unreachable; it stays
+    in one action; it does not answer; it was stopped on purpose; or it was requested to end and could not save in
+    time."""
 
     RAISED = "raised"
     LOST = "lost"
@@ -43,11 +44,11 @@ _CANNOT_REPORT = (FailureKind.LOST, FailureKind.PARTITIONED, FailureKind.SILENT)
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """The last known activity of a rank: its action, the step, the seconds that the rank has spent in it, and the
+    """The last known activity of a rank: its action and step, the seconds that it has spent in the action, and the
     seconds since its last message.
 
-    Outside of a step ``action`` is None and ``phase`` names the activity; ``idle_seconds`` are the seconds without a
-    sign of life, and ``waits`` tells whether the rank waits for other ranks.
+    Outside of a step ``action`` is None and ``phase`` names the activity. ``idle_seconds``: the seconds without a sign
+    of life. ``waits``: whether the rank waits for other ranks.
     """
 
     action: Action | None = None
@@ -59,7 +60,7 @@ class RankStatus:
     waits: bool = False
 
     def to_list(self) -> list[Any]:
-        """Return plain data without ``silent_seconds``, which the receiver measures."""
+        """Return the status as plain data, without ``silent_seconds``, which the receiver measures."""
         action = (
             [str(self.action.kind), self.action.stage, self.action.micro] if self.action else None
         )
@@ -67,14 +68,14 @@ class RankStatus:
 
     @classmethod
     def from_list(cls, plain: Sequence[Any]) -> RankStatus:
-        """Read the output of :meth:`to_list`."""
+        """Return the status from the result of :meth:`to_list`."""
         action, step, seconds, phase, idle, waits = plain
         done = Action(Kind(action[0]), int(action[1]), int(action[2])) if action else None
         return cls(done, int(step), seconds, phase=str(phase), idle_seconds=idle, waits=bool(waits))
 
     @property
     def last(self) -> str:
-        """The last known activity of a rank that sends no more messages, as the end of a sentence."""
+        """The last known activity of a rank that sends no more messages, as text for the end of a sentence."""
         if self.action is not None:
             return f", last seen in {self}"
         after = f" after step {self.step}" if self.step >= 0 else ""
@@ -114,7 +115,7 @@ class FailureReport:
 
     @property
     def text(self) -> str:
-        """The sentence; empty if there is nothing to report."""
+        """The report as one sentence; empty if there is nothing to report."""
         return f"{self.who} {self.what}{self.remark}".strip()
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,13 +123,13 @@ class FailureReport:
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> FailureReport:
-        """Read the output of :meth:`to_dict`."""
+        """Return the report from the result of :meth:`to_dict`."""
         return cls(**{**plain, "how": FailureKind(plain["how"])})
 
 
 def name(rank: int, place: Coordinate | None, action: Action | None = None, node: str = "") -> str:
-    """Return a rank's name. ``place`` is its coordinate, once there is a plan; an action determines the stage. ``node``
-    is set if there are several nodes."""
+    """Return a rank's name for messages. ``place``: its coordinate; None before there is a plan. ``action``: determines
+    which of the rank's stages is named. ``node``: given if there are several nodes."""
     on = f" on {printable(node)}" if node else ""
     if place is None:
         return f"rank {rank}{on}"
@@ -137,9 +138,9 @@ def name(rank: int, place: Coordinate | None, action: Action | None = None, node
 
 
 def speaker(report: FailureReport, hosts: Sequence[str], present: Sequence[int]) -> int:
-    """Return the rank that prints the report: the failed rank; if that cannot print, the first other rank on its host
-    among the ``present`` ranks, otherwise the first of these. -1 means the first rank of each host, because hosts
-    cannot reach each other."""
+    """Return the rank that prints ``report``: the failed rank if it can. Otherwise it is the first other rank on the
+    same host that is among the ``present`` ranks, or else the first of these. Return -1, the first rank of each host,
+    if hosts cannot reach each other."""
     if report.how not in _CANNOT_REPORT:
         return report.rank
     if report.how is FailureKind.PARTITIONED:
@@ -152,8 +153,8 @@ def speaker(report: FailureReport, hosts: Sequence[str], present: Sequence[int])
 
 
 def speaks(report: FailureReport, rank: int, hosts: Sequence[str]) -> bool:
-    """Return whether ``rank`` prints the report. If the report has no speaker, because rank 0, which chooses it, has
-    ended or because the network between hosts is partitioned, the first rank of each host prints it."""
+    """Return whether ``rank`` prints the report. If no rank could be chosen, because rank 0 has ended or hosts cannot
+    reach each other, the first rank of each host prints it."""
     if report.how not in _CANNOT_REPORT:
         return report.rank == rank
     if report.speaker >= 0:
@@ -165,15 +166,16 @@ def speaks(report: FailureReport, rank: int, hosts: Sequence[str]) -> bool:
 def root_cause(
     seen: Sequence[RankStatus], limit_seconds: float, phase_seconds: float = 0.0
 ) -> tuple[int, FailureKind] | None:
-    """Return the rank that keeps the others from progress, and how it failed; None as long as a rank makes progress.
+    """Return the rank that keeps the others from making progress, and how it failed; None while any rank makes
+    progress.
 
-    A silent rank explains all other waits, so it comes first; then comes a rank that computes for too long. Waiting is
-    never wrong in itself: a deep pipeline waits longer than any of its actions lasts. Only if every rank has stayed in
-    its action for longer than the limit, and some of them within a step, one of them is the cause: a rank outside the
-    step, otherwise the rank with the least progress.
+    A silent rank explains all other waits, so it comes first; then comes a rank that computes for too long. Waiting
+    alone is no failure: in a deep pipeline a rank may wait longer than any action lasts. Only if every rank has stayed
+    in its action for longer than the limit, and some of them within a step, one of them is the cause: a rank outside of
+    the step, or else the rank with the least progress.
 
-    Outside of steps the duration of a phase is unknown: a rank is the cause if no rank shows a sign of life, or after
-    ``phase_seconds`` (0: never), but not while it waits for others.
+    Outside of steps a phase may last any time. A rank is the cause if no rank shows a sign of life, or if its phase has
+    lasted longer than ``phase_seconds`` (0: never); but not while it waits for others.
     """
     ranks = range(len(seen))
     silent = [
@@ -224,7 +226,8 @@ def complaint(
     limit_seconds: float,
     phase_seconds: float = 0.0,
 ) -> tuple[str, str]:
-    """Return ``what`` and ``remark`` of a report: the failure of ``rank``, and the actions in which others wait."""
+    """Return ``what`` and ``remark`` of a :class:`FailureReport`: the failure of ``rank``, and the actions in which
+    other ranks wait."""
     found = seen[rank]
     waiting = [
         f"rank {r} waits in {each}" for r, each in enumerate(seen) if r != rank and each.action
@@ -243,8 +246,8 @@ def complaint(
 
 
 def overdue(rank: int, number: int, grace_seconds: float, what: str) -> FailureReport:
-    """Return the report of a ``rank`` that signal ``number`` requested to end and that has not saved in time. ``what``:
-    its activity."""
+    """Return the report of a rank that was requested to end by signal ``number`` and has not saved in time. ``what``:
+    the rank's activity."""
     return FailureReport(
         rank,
         FailureKind.OVERDUE,
@@ -256,7 +259,8 @@ def overdue(rank: int, number: int, grace_seconds: float, what: str) -> FailureR
 
 
 def remedy(limit_seconds: float, phase_seconds: float) -> str:
-    """Return the limit that was exceeded, and how to change it; ``phase_seconds`` if it was that limit."""
+    """Return a text with the limit that was exceeded, and the setting that changes it. If ``phase_seconds`` is not 0,
+    that limit was exceeded."""
     if phase_seconds:
         return f"the limit is {phase_seconds:g} s (trainer.phase_seconds; 0 sets none)"
     return f"the limit is {limit_seconds:g} s (trainer.watchdog_seconds; 0 sets none)"

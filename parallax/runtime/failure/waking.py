@@ -1,4 +1,4 @@
-"""Wake the watch's thread: by a byte from the main thread, or from Python's signal handler."""
+"""Wake the watch's thread when a signal arrives, or when the main thread asks for it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from parallax.common.signals import early_request, handled_signals
 
 class WakeUp:
     """A socket that becomes readable when a signal arrives or the main thread writes to it. ``read()`` returns the
-    signal numbers received since the last call. The installed signal handlers do nothing, because Python cannot run
-    handlers while the main thread is inside a call into C."""
+    numbers of the signals received since the last call. The installed signal handlers do nothing, because Python cannot
+    run them while the main thread is inside a C call."""
 
     def __init__(self) -> None:
         self.socket, self._wake = socket.socketpair()
@@ -25,7 +25,7 @@ class WakeUp:
             self._wake.send(bytes([number]))
 
     def rouse(self) -> None:
-        """Wake the thread; returns at once."""
+        """Wake the thread, without waiting for it."""
         with contextlib.suppress(BlockingIOError):  # a full buffer wakes it anyway
             self._wake.send(b"\0")
 
@@ -34,7 +34,7 @@ class WakeUp:
         return [number for number in self._handlers if number in found]
 
     def forget(self) -> None:
-        """Restore the signal handlers in a forked child, which is not watched."""
+        """Restore the signal handlers in a forked child, which has no watch."""
         self._restore(-1)
         self._close()
 

@@ -1,18 +1,19 @@
-"""Each rank's watch: a thread that learns at once if another rank fails, so that one rank reports which rank and why.
+"""Each rank's watch: a thread that notices at once if another rank fails. Exactly one rank then reports which rank
+failed, and why.
 
-Ranks wait for each other in calls of torch and of its backends, which do not notice the end of a peer before the
-timeout of a process group, ten minutes and more. So each rank has a thread that only listens, connected with the thread
+Ranks wait for each other in calls of torch and of its backends, which notice the end of a peer only after the timeout
+of a process group, ten minutes and more. So each rank has a thread that only listens. It is connected with the thread
 of rank 0, which decides::
 
     rank 1    receive_gradient of micro-batch 0, for 61 s ─┐
     rank 2    failed: RuntimeError ...                     ├─> rank 0 ──> report ──> every rank ends
     rank 3    its connection ends ─────────────────────────┘
 
-A rank reports an exception by a message; the end of its connection shows the end of a process, for whatever reason; a
-hang is found from the ranks' current actions, which their threads read from the engine. Exactly one rank prints the
-report: the failed one, or another one if it cannot. Then each thread ends its process, whatever call the main thread is
-in: nothing in torch interrupts that call (``ProcessGroup.abort`` returns at once and a gloo receive continues). No
-cleanup is needed, because swap files have no name and checkpoints appear by renaming.
+A rank sends a message about an exception. A process that ends closes its connection. A hang is found from the ranks'
+current actions, which the threads read from the engine. The failed rank prints the report, or another rank if it
+cannot. Then each thread ends its process, because nothing in torch interrupts the call that the main thread may be in
+(``ProcessGroup.abort`` returns at once and a gloo receive continues). No cleanup is needed, because swap files have no
+name and checkpoints appear by renaming.
 """
 
 from __future__ import annotations
@@ -67,10 +68,10 @@ _FOLLOW_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class HangLimits:
-    """Limits after which a rank counts as hanging: ``seconds`` in one action, without an answer, or outside of steps
-    without a sign of life; ``phase_seconds`` in one phase; 0 sets no limit. The first ``patient_steps`` steps compile
-    and may last as long as a phase. A rank that is requested to end has ``grace_seconds`` to save. The stacks of a rank
-    that hangs are written to ``directory``."""
+    """Time limits after which a rank counts as hanging. ``seconds``: in one action, without an answer, or outside of
+    steps without a sign of life. ``phase_seconds``: in one phase. ``grace_seconds``: to save after a request to end,
+    such as SIGTERM. 0 sets no limit. The first ``patient_steps`` steps compile, and may last as long as a phase. The
+    stacks of a rank that hangs are written to ``directory``."""
 
     seconds: float = 0.0
     phase_seconds: float = 0.0
@@ -79,14 +80,14 @@ class HangLimits:
     directory: Path | None = None
 
     def after(self, steps: int) -> float:
-        """Return the limit of an action when ``steps`` steps have begun."""
+        """Return the time limit of an action when ``steps`` steps have begun."""
         if 0 < steps <= self.patient_steps:
             return max(self.seconds, self.phase_seconds or float("inf"))
         return self.seconds
 
 
 class Watch:
-    """The watch of one rank, created by :meth:`start`, and closed when the run ends in order."""
+    """The watch of one rank. Create it with :meth:`start`, and close it when the run ends normally."""
 
     def __init__(
         self, met: Meeting, say: Callable[[FailureReport], None], heartbeat: Heartbeat
@@ -120,9 +121,9 @@ class Watch:
 
     @classmethod
     def start(cls, say: Callable[[FailureReport], None], heartbeat: Heartbeat) -> Watch:
-        """Start to watch. The main thread of every rank calls it, after torch's world is initialised, if there is one.
-        ``say`` is called on the rank that prints the report, by any thread; ``heartbeat`` shows the launcher that
-        this rank is alive."""
+        """Start to watch. The main thread of every rank calls it, after torch.distributed is initialised, if it is
+        used. ``say`` is called on the rank that prints the report, from any thread. ``heartbeat`` shows the launcher
+        that this rank is alive."""
         watch = cls(meet(), say, heartbeat)
         watch._thread.start()
         return watch
@@ -134,7 +135,7 @@ class Watch:
         grace_seconds: float,
         directory: Path | None = None,
     ) -> None:
-        """Set the limits, see :class:`HangLimits`."""
+        """Set the time limits; see :class:`HangLimits`."""
         self._limits = replace(
             self._limits,
             seconds=seconds,
@@ -144,26 +145,27 @@ class Watch:
         )
 
     def beat_for(self, heartbeat: Heartbeat) -> None:
-        """Send this rank's status to ``heartbeat``, too, from now on, on the watch's thread."""
+        """From now on, also send this rank's status to ``heartbeat``, on the watch's thread."""
         self._heartbeats = [*self._heartbeats, heartbeat]
 
     def attend(self, engine: Watched, plan: Plan, *, patient_steps: int = 0) -> None:
-        """Observe ``engine`` from now on. Its first ``patient_steps`` steps may last as long as a phase, because they
+        """Observe ``engine`` from now on. The first ``patient_steps`` steps may last as long as a phase, because they
         compile."""
         self._own.attend(engine, plan)
         self._limits = replace(self._limits, patient_steps=patient_steps)
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Name the activity inside this context, outside of steps, as a continuation of "has been"."""
+        """Give the main thread's activity in this context a name, for use outside of steps. The name must complete the
+        sentence "the rank has been …"."""
         return self._own.phase(name)
 
     def serve(self) -> None:
-        """Note that the caller polls :meth:`stop_requested` from now on. A request to end before this call ends all
-        ranks at once, since there is nothing to save."""
+        """Record that from now on the caller polls :meth:`stop_requested`, and saves before it ends. Before this call,
+        a request to end (such as SIGTERM) ends all ranks at once, since there is nothing to save."""
         self._serving = True
 
     def served(self) -> None:
-        """Record that everything is saved, so that a request to end is no longer overdue."""
+        """Record that everything is saved, so that this rank has met the deadline of a request to end."""
         self._served = True
 
     def stop_requested(self) -> int:
@@ -171,7 +173,7 @@ class Watch:
         return self._requests.first
 
     def failed(self, how: FailureKind, cause: str, code: int) -> FailureReport:
-        """Return the report on this rank, with its current action."""
+        """Return the report of a failure of this rank, with its current action."""
         current = self._own.current
         where = f" in {RankStatus(current[0], current[1])}" if current else ""
         who = self._name(self.rank, current[0] if current else None)
@@ -185,8 +187,8 @@ class Watch:
             self._waking.rouse()
 
     def wait(self) -> None:
-        """Wait until this rank may print its report. If another rank failed first, the process is ended while it
-        waits."""
+        """Wait until this rank may print its report. If another rank failed first, the process ends during this
+        call."""
         self._decided.wait(PATIENCE_SECONDS)
 
     def say(self, report: FailureReport) -> None:
@@ -194,7 +196,7 @@ class Watch:
             self._say(report)
 
     def close(self) -> None:
-        """Tell the other ranks that this rank ends in order, and stop watching."""
+        """Tell the other ranks that this rank ends normally, and stop watching."""
         self._closing = True
         self._waking.rouse()
         self._thread.join()
@@ -245,8 +247,8 @@ class Watch:
         link.close()
 
     def _handle(self, signals: Sequence[int]) -> None:
-        """Handle the main thread's claim and ``signals``, which the main thread cannot handle while it waits in a
-        call."""
+        """Handle the main thread's claim, and the ``signals`` that the main thread cannot handle while it waits inside
+        a call."""
         for number in signals:
             self._requests.add(number)
             if self._claim is None and (self._requests.impatient or not self._serving):
@@ -295,7 +297,7 @@ class Watch:
             self._find_failure(now)
 
     def _check_beside(self, now: float) -> None:
-        """Check background activities, which no action shows, against the time limit of a phase."""
+        """Report a background activity without a sign of life. The current action does not show such activities."""
         self._own.observe_beside(now)
         beside, limit = self._own.beside, self._limits.seconds
         if beside is None or not 0 < limit < beside.idle_seconds:
@@ -306,7 +308,7 @@ class Watch:
         self.claim(FailureReport(self.rank, FailureKind.HANGS, who, what, why))
 
     def _is_overdue(self) -> bool:
-        """Return whether this rank was requested to end, and has not saved in time."""
+        """Return whether this rank was requested to end and has not saved in time."""
         open_request = self._serving and not self._served and self._claim is None
         return open_request and 0 < self._limits.grace_seconds < self._requests.seconds
 
@@ -321,7 +323,7 @@ class Watch:
         return max(self._limits.after(len(self._own.steps)), 4 * _BEAT_SECONDS * self._pace)
 
     def _find_failure(self, now: float) -> None:
-        """Look for a failed rank: rank 0 checks all ranks, the others check only whether rank 0 answers."""
+        """Look for a failed rank. Rank 0 checks all ranks; each other rank checks whether rank 0 answers."""
         heard = {self.rank: now} | {peer: self._heard[peer] for peer in self._links}
         seen = [
             replace(each, silent_seconds=now - heard.get(rank, now))
@@ -335,7 +337,7 @@ class Watch:
         self._decide(FailureReport(rank, how, self._name(rank, seen[rank].action), what, remark))
 
     def _decide(self, report: FailureReport) -> None:
-        """Accept the first report; rank 0 sends it to all ranks. Then end the process."""
+        """Accept the first report, which rank 0 sends to all ranks. Then end the process."""
         if self._report is not None:
             return
         if self.rank == 0:
@@ -373,7 +375,7 @@ class Watch:
         return [0, *(peer for peer, link in self._links.items() if not link.ended)]
 
     def _with_stacks(self, report: FailureReport) -> FailureReport:
-        """Return the report with the line in which this rank hangs, after writing the stacks of its threads."""
+        """Write the stacks of all threads to a file, and return the report with the line in which this rank hangs."""
         report = replace(report, remark=f"{report.remark}; it is in {where(self._hanging)}")
         if self._limits.directory is None:
             return report

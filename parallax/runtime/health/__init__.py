@@ -1,1 +1,1 @@
-"""Checks of a step's numbers: where the first NaN or Inf comes from, and whether all ranks have the same rows."""
+"""Checks of a step's numbers: which tensor has the first NaN or Inf, and whether all ranks have the same rows."""

@@ -1,7 +1,7 @@
-"""Copies of buffers, made before a step, to restore them if the step is skipped.
+"""Copies of buffers, made before each step that may be skipped, and restored if the step is skipped.
 
 A forward changes buffers, such as the running statistics of BatchNorm, before the ranks know whether the step will be
-skipped. A skipped step leaves buffers unchanged: otherwise a NaN would stay in them for ever.
+skipped. Without the copies, a NaN would stay in the buffers forever.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ALWAYS_BYTES = 2**20
 
 
 class _Kept(NamedTuple):
-    """A buffer's owner and name, its tensor, and a copy of the values that it had at ``version``."""
+    """The owner and the name of a buffer, its tensor, and a copy of its values as of ``version``."""
 
     owner: dict[str, Tensor | None]
     name: str
@@ -31,7 +31,7 @@ class _Kept(NamedTuple):
 
 
 class KeptBuffers:
-    """Copies of the buffers of ``modules``. Because of these copies a profile counts the bytes of buffers twice."""
+    """Copies of the buffers of ``modules``. A profile counts the bytes of buffers twice because of them."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)

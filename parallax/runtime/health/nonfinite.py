@@ -1,8 +1,8 @@
 """Locate the tensor that made a loss or a gradient norm NaN or Inf.
 
-A NaN in one rank's rows or weights is in every rank's gradients by the end of the step. So the ranks search once, after
-the step, and gather their findings; the first in the order of the data flow is the cause. Steps with a finite loss and
-norm pay nothing for this.
+A NaN in one rank's rows or weights has spread to every rank's gradients by the end of the step. So all ranks search
+after such a step and gather their findings; the first in the order of the data flow is the cause. Steps with a finite
+loss and norm cost nothing extra.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _TRAINING = "lower optimizer.lr, or raise schedule.warmup"
 
 @dataclass(frozen=True, slots=True)
 class StepVerdict:
-    """Whether a step is ``accepted``. If not, ``what`` is non-finite, ``why`` is the cause, and ``refusal`` is the
-    error that ends the run, or empty if training continues."""
+    """Whether a step is ``accepted``. If not, ``what`` names the non-finite number and ``why`` the cause. ``refusal``:
+    the error that ends the run; empty if training continues."""
 
     accepted: bool = True
     what: str = ""
@@ -52,9 +52,9 @@ class StepVerdict:
 
 
 def judge(scale: LossScale, loss: float, norm: float, find: Callable[[], str]) -> StepVerdict:
-    """Return whether ``scale`` accepts a step with this loss and gradient norm, and if not, why. Both numbers are equal
-    on all ranks. ``find`` locates the non-finite tensor; it is not called for the occasional overflows of a dynamic
-    loss scale."""
+    """Return whether a step with this loss and gradient norm, which are equal on all ranks, is accepted by ``scale``,
+    and if not, why. ``find`` locates the non-finite tensor. It is not called for the overflows that a dynamic loss
+    scale expects."""
     why = find() if not math.isfinite(loss) else None
     try:
         accepted, refusal = scale.accepts(loss, norm), ""
@@ -80,8 +80,8 @@ class NamedValue(NamedTuple):
 
 
 def find(mesh: Mesh, batch: Rows, losses: Losses, tensors: Iterable[NamedValue]) -> str:
-    """Return a description of the first non-finite tensor, with a remedy. Every rank calls it, with the ``losses`` of
-    its micro-batches and the ``tensors`` that it is responsible for."""
+    """Return a description of the first non-finite tensor in the data flow, with a remedy. Every rank calls it.
+    ``losses``: the losses of this rank's micro-batches. ``tensors``: the tensors that this rank searches."""
     answers = mesh.all_gather_object(_search(mesh, batch, losses, tensors))
     found = [(order, rank, text) for rank, answer in enumerate(answers) for order, text in answer]
     if not found:
@@ -95,8 +95,8 @@ def find(mesh: Mesh, batch: Rows, losses: Losses, tensors: Iterable[NamedValue])
 def _search(
     mesh: Mesh, batch: Rows, losses: Losses, tensors: Iterable[NamedValue]
 ) -> list[tuple[tuple[int, int], str]]:
-    """Return this rank's first finding, as a list of one pair (position in the data flow, text); an empty list if all
-    tensors are finite."""
+    """Return this rank's first finding as a list of one pair (position in the data flow, description); an empty list if
+    all tensors are finite."""
     found = []
     if mesh.pipeline_rank == 0 and (text := _rows(mesh, "inputs", batch, batch.inputs)):
         found.append(((0, 0), text))
@@ -118,7 +118,7 @@ def _search(
 
 
 def _loss(plan: Plan, batch: int, low: int, high: int, value: float) -> str:
-    """Describe a non-finite loss by the rows that it was computed from."""
+    """Return a description of a non-finite loss, with the rows [low, high) that it was computed from."""
     text = f"the loss becomes {value} on the last stage"
     if high - low == batch:
         return text
@@ -167,7 +167,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def unfit(name: str, tensor: Tensor, value: Tensor) -> str:
-    """Return why a trained parameter must not be saved, or an empty string."""
+    """Return why the trained parameter ``name`` must not be saved; "" if it may be."""
     if (
         isinstance(tensor, nn.Parameter)
         and tensor.requires_grad

@@ -1,8 +1,9 @@
 """Checks that a batch returns as many inputs and targets as the rows that were requested.
 
 Only the first stage reads inputs and only the last reads targets, and a loss may accept any number of either, so each
-returned value is checked. A tensor of another length may have no rows; it is returned whole for any rows. To find out,
-the rows are read one by one, once, and only if a length is wrong.
+returned value is checked. A tensor of the wrong length may be one that has no rows, such as a table, and is returned
+whole for any request. To distinguish these cases, the rows are read one by one; this happens once, and only if a length
+is wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from parallax.runtime.batch import Rows, RowsOf, as_tensors
 _TYPES = re.compile("dtype|scalar type|data type")
 
 Place = tuple[Any, ...]
-"""The path to a part of a nest; its first key is ``inputs`` or ``targets``."""
+"""The path to a part of nested values; the first key is ``inputs`` or ``targets``."""
 
 
 class RowCheck:
@@ -33,12 +34,13 @@ class RowCheck:
         self._known = _Known(dtype)
 
     def of(self, batch: Rows, name: str) -> CheckedRows:
-        """Return the rows of ``batch`` as checked tensors; errors call the batch ``name``."""
+        """Return the rows of ``batch`` as tensors, which are checked when they are read. Errors call the batch
+        ``name``."""
         return CheckedRows(batch, name, self._known)
 
     def explained(self, error: Exception) -> Exception:
-        """Return the error to raise for ``error``: a :class:`DataError` if torch reports a type mismatch and the rows
-        have another type than the model, otherwise ``error`` itself."""
+        """Return the error to raise in place of ``error``. If torch reports a type mismatch, and the rows have another
+        type than the model, it is a :class:`DataError`; otherwise it is ``error`` itself."""
         others = {
             _place_name(place): kind
             for place, kind in self._known.floats.items()
@@ -62,7 +64,7 @@ class _Known:
 
 
 class CheckedRows(RowsOf):
-    """Rows whose inputs and targets raise :class:`DataError` if their number is wrong."""
+    """A batch that raises :class:`DataError` if it returns a wrong number of inputs or targets."""
 
     def __init__(self, batch: Rows, name: str, known: _Known) -> None:
         super().__init__(batch)
@@ -107,9 +109,9 @@ class CheckedRows(RowsOf):
                 self._all.floats[what, *path] = part.dtype
 
     def _rows_at(self, place: Place) -> int:
-        """Return the number of rows of the part at ``place``. The rows are read one by one: each existing row must
-        return one row, and each row past the end none. Return 0 if the part has no rows, or if their number cannot be
-        found."""
+        """Return the number of rows of the part at ``place``, found by reading the rows one by one: each existing row
+        must return one row, and each row past the end none. Return 0 if the part has no rows, or if their number cannot
+        be found."""
         what = place[0]
         try:
             one, two = (self._counts_of(what, 0, min(n, len(self))) for n in (1, 2))
@@ -137,7 +139,7 @@ class CheckedRows(RowsOf):
 
 
 def _counts(value: Any, place: Place) -> Iterator[tuple[Place, int]]:
-    """Yield place and length of each part of a nested value that may have rows: tensors of at least one dimension, and
+    """Yield (place, length) of each part of a nested value that may have rows: tensors of at least one dimension, and
     lists."""
     if isinstance(value, list):
         yield (*place, list), len(value)

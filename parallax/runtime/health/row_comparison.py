@@ -1,12 +1,12 @@
 """Compares the rows of all ranks in each step.
 
-Each rank has a data source of its own: ranks of the first stage read inputs, ranks of the last read targets. If the
+Each rank opens its own data source: ranks of the first stage read inputs, ranks of the last stage read targets. If the
 source draws from an unseeded generator, or depends on the order of a set, inputs of one row are paired with targets of
-another, and no loss shows this. So every rank digests some rows of each batch, and the digests are summed in the
-all-reduce that each step makes anyway: the digests h of N ranks are all equal exactly if N · Σh² = (Σh)².
+another, and no loss shows this. So every rank computes a digest of some rows of each batch. The all-reduce that each
+step makes anyway sums the digests: the digests h of N ranks are equal exactly if N · Σh² = (Σh)².
 
-A small batch in memory is digested whole. Of any other batch two rows are read, different ones in each step. A batch
-that knows the numbers of its rows (``row_numbers``, a digest of them) is compared by these, and nothing is read.
+The digest covers all rows of a small batch in memory, and two rows of any other batch, different ones in each step. If
+a batch has ``row_numbers``, a digest of the numbers of its rows, this digest is compared and no row is read.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class RowComparison:
         self._repeats = [True] * len(PARTS)
 
     def numbers(self, batch: Rows) -> list[float]:
-        """Return three numbers for the inputs and three for the targets: 1, the digest, and its square; zeros for a
-        part that this rank cannot read. Return an empty list in a plan of one rank."""
+        """Return six numbers: 1, the digest, and its square, for the inputs and for the targets; three zeros for a part
+        that this rank cannot read. Return an empty list in a plan of one rank."""
         if self._mesh.world is None:
             return []
         self._batch, self._turn = batch, self._turn + 1
@@ -80,8 +80,9 @@ class RowComparison:
         ]
 
     def check(self, sums: Sequence[float], name: str) -> None:
-        """Raise :class:`DataError` on all ranks if ranks have different rows in the batch ``name``. Rows that differ on
-        each read, as with random augmentation, are not compared."""
+        """Raise :class:`DataError` on all ranks if they have different rows in the batch ``name``. ``sums``:
+        :meth:`numbers`, summed over the ranks. Rows that differ on each read, as with random augmentation, are not
+        compared."""
         differing = [
             part
             for part in range(len(sums) // 3)
@@ -119,8 +120,8 @@ class RowComparison:
 def row_digest(
     batch: Rows, turn: int = 0, wanted: Sequence[bool] = (True,) * len(PARTS)
 ) -> RowDigest:
-    """Return a digest of the inputs and a digest of the targets. They cover all rows of a small batch, otherwise two
-    rows, which differ for each ``turn``. None for a part that is not ``wanted``."""
+    """Return a digest of the inputs and a digest of the targets; None for a part that is not ``wanted``. A digest
+    covers all rows of a small batch, or else two rows, which differ from one ``turn`` to the next."""
     if (numbers := getattr(batch, "row_numbers", None)) is not None:
         return tuple(numbers % 2**_DIGEST_BITS if want else None for want in wanted)
     rows, size = len(batch), getattr(batch, "memory_bytes", math.inf)
@@ -135,8 +136,8 @@ def row_digest(
 
 
 def _digest(read: Callable[[int, int], Any], low: int, high: int) -> int | None:
-    """Return a digest of rows ``low`` and ``high``; None if this rank cannot read them. A rank that needs them raises
-    in its step."""
+    """Return a digest of rows [low, high); None if this rank cannot read them. A rank that needs these rows raises the
+    error in its step."""
     try:
         return _folded(read(low, high))
     except HangError:

@@ -1,1 +1,1 @@
-"""Meters of a rank while it trains: memory, spans, results of steps."""
+"""Measurements of a rank while it trains: memory, the times of actions, the results of steps."""

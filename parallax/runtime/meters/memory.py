@@ -1,4 +1,4 @@
-"""Meter and limit the memory that a rank uses beyond that of its process before the engine was built."""
+"""Measure and limit the memory that a rank uses in addition to what its process held before the engine was built."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def device_memory(
     *,
     reduces: bool = False,
 ) -> Callable[[], int]:
-    """Start to meter the device memory of a rank with ``stages``; return a function that returns the peak since then,
-    in bytes. ``reduces``: torch's DDP reducer will sum gradients of replicas."""
+    """Start to measure the device memory of a rank with ``stages``, and return a function that returns the peak since
+    then, in bytes. ``reduces``: torch's DDP reducer will sum gradients of replicas."""
     if device.type != "cpu":
         # Before 2.13 torch does not reset the peak of a device without an allocation.
         torch.empty(0, device=device)
@@ -52,8 +52,9 @@ def device_memory(
 
 
 def return_freed(device: torch.device, prediction: RankPrediction) -> None:
-    """From now on return freed memory of a CPU rank to the system at once, if the plan says so. Call it before the
-    stage is built: malloc serves large blocks from memory that it already holds, and returns only the end of it."""
+    """From now on, return freed memory of a CPU rank to the system at once, if the plan of ``prediction`` assumes this.
+    Call it before the stage is built: later, malloc would serve large blocks from memory that it already holds, and
+    could return only the end of it."""
     if device.type == "cpu" and prediction.peak_bytes > 0 and prediction.returns_freed:
         return_freed_memory()
 
@@ -61,10 +62,13 @@ def return_freed(device: torch.device, prediction: RankPrediction) -> None:
 def bound_memory(
     device: torch.device, prediction: RankPrediction, before_bytes: int
 ) -> Callable[[], None]:
-    """Keep the memory of a CPU rank below its predicted peak plus ``before_bytes``, and return a function that stops
-    this. Freed memory is returned to the system when the process would exceed the bound
-    (:class:`~parallax.machine.host.MemoryBound`). No-op for a plan without predictions, for a rank that returns freed
-    memory at once (:func:`return_freed`), and for an accelerator, whose allocator has a limit of its own."""
+    """Keep the memory of a CPU rank below its predicted peak plus ``before_bytes``; return a function that ends this.
+    Freed memory is returned to the system when the process would exceed the bound
+    (:class:`~parallax.machine.host.MemoryBound`).
+
+    No-op without a prediction, for a rank that already returns freed memory at once (:func:`return_freed`), and for an
+    accelerator, whose allocator has its own limit.
+    """
     most_bytes = prediction.peak_bytes
     if device.type != "cpu" or most_bytes <= 0 or prediction.returns_freed:
         return lambda: None
@@ -75,8 +79,8 @@ def bound_memory(
 
 @cache  # once per process
 def _touch_libraries(precision: PrecisionConfig, *, recomputes: bool) -> None:
-    """Run the usual operators once on tiny tensors, so that their code and tables count as memory of the process, not
-    of the stage."""
+    """Run the usual operators once on tiny tensors, so that the memory of their code and tables counts as memory of the
+    process, not of the stage."""
     with torch.random.fork_rng(devices=[]):
         layer = torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).to(
             precision.parameter_dtype

@@ -1,9 +1,9 @@
-"""The start and end of each action of a step, on the device that runs it.
+"""The times of a step's actions on the device that runs them.
 
-On a CPU these are the times of call and return. An accelerator runs asynchronously: an action returns when its kernels
-are queued, so on the host's clock all time would fall on the one action that synchronizes. There two events are
-recorded around each action, and read when the device has passed them. The last actions of a step are read in the next
-step, so nothing synchronizes for the sake of timing.
+A span is the start and the end of one action. On a CPU these are the times of call and return. An accelerator runs
+asynchronously: an action returns when its kernels are queued, so by the host's clock the one action that synchronizes
+would take all the time. There, two events are recorded around each action, and read when the device has passed them.
+The last actions of a step are read in the next step, so that timing needs no synchronization.
 """
 
 from __future__ import annotations
@@ -25,27 +25,26 @@ _RECEIVES = (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
 
 
 class SpanClock(Protocol):
-    """Measures the times of one rank's actions, which run one after another."""
+    """Measures the spans of one rank's actions, which run one after another."""
 
     def begin(self) -> float:
         """Start an action; return the host's time."""
 
     def end(self, rank: int, step: int, action: Action, waited: float) -> None:
-        """End ``action``; the host waited for ``waited`` seconds in it."""
+        """End ``action``, in which the host waited for ``waited`` seconds."""
 
     @property
     def within(self) -> bool:
-        """Whether an action has begun and not ended."""
+        """Whether an action has begun and has not ended."""
 
     def reading(self) -> AbstractContextManager[None]:
-        """Return a context in which the current action reads rows."""
+        """Return a context in which the time counts as reading rows."""
 
     def take(self) -> list[Span]:
         """Return the spans completed since the last call, in order."""
 
     def aside(self) -> HostSpans:
-        """Return a clock with the same interface for actions whose spans are discarded, such as those of an
-        evaluation."""
+        """Return a clock for actions whose spans are discarded, such as those of an evaluation."""
 
 
 class HostSpans:
@@ -83,7 +82,7 @@ class HostSpans:
 
 
 class _Untimed(HostSpans):
-    """Times a device's actions by the host's clock. It also discards the device's stall events, which would
+    """Times a device's actions by the host's clock. It discards the device's stall events, which would otherwise
     accumulate."""
 
     def __init__(self, copies: CopyEngine) -> None:
@@ -96,8 +95,8 @@ class _Untimed(HostSpans):
 
 
 class _Timed(NamedTuple):
-    """An action between two device events; ``stalls`` are pairs of events between which its stream waited, and
-    ``reads`` pairs around the reading of rows."""
+    """An action of a device, between the events ``begun`` and ``ended``. ``stalls``: pairs of events between which the
+    compute stream waited. ``reads``: pairs of events around the reading of rows."""
 
     rank: int
     step: int
@@ -110,8 +109,9 @@ class _Timed(NamedTuple):
 
 
 class DeviceSpans:
-    """Times the actions of an accelerator by device events. The first event is tied to the host's clock. Later times
-    are sums of the differences between consecutive events: the device measures a long interval with less precision."""
+    """Times the actions of an accelerator by device events. The first event is matched with the host's clock. Later
+    times are sums of differences between consecutive events, because the device measures long intervals less
+    precisely."""
 
     def __init__(self, device: torch.device, copies: CopyEngine) -> None:
         self._device, self._copies = device, copies
@@ -121,7 +121,7 @@ class DeviceSpans:
         self._last: tuple[torch.Event, float] | None = None
 
     def begin(self) -> float:
-        """Record an event after all queued work."""
+        """Record the start of an action as an event behind all queued work."""
         self._copies.take_stalls()
         self._begun, self._reads = self._event(), []
         if self._last is None:
@@ -130,7 +130,7 @@ class DeviceSpans:
         return time.perf_counter()
 
     def end(self, rank: int, step: int, action: Action, waited: float) -> None:
-        """Record an event after all queued work."""
+        """Record the end of ``action`` as an event behind all queued work."""
         assert self._begun is not None
         stalls, reads, ended = self._copies.take_stalls(), self._reads, self._event()
         self._timed.append(_Timed(rank, step, action, waited, self._begun, ended, stalls, reads))
@@ -142,8 +142,8 @@ class DeviceSpans:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Record an event before and after: a device that has queued work reaches both at once, and then the reading
-        delays it by nothing."""
+        """Record an event before and after the reading of rows. If the device still has queued work, it reaches both at
+        the same time, and the reading counts as no delay."""
         begun = self._event()
         try:
             yield
@@ -151,7 +151,7 @@ class DeviceSpans:
             self._reads.append((begun, self._event()))
 
     def take(self) -> list[Span]:
-        """Return the spans of actions that the device has completed."""
+        """Return the spans of the actions that the device has completed since the last call."""
         found: list[Span] = []
         while self._timed and self._timed[0].ended.query():
             found.append(self._span(self._timed.popleft()))
@@ -195,7 +195,8 @@ def _seconds_between(pairs: Stalls) -> float:
 
 
 class TimedRows(RowsOf):
-    """A batch whose reading the spans of actions hold. ``seconds``: of reading outside of actions."""
+    """Measures the time of reading rows of ``batch``: inside of an action as a part of the action's span, otherwise in
+    ``seconds``."""
 
     def __init__(self, batch: Rows, spans: SpanClock) -> None:
         super().__init__(batch)
@@ -219,5 +220,5 @@ class TimedRows(RowsOf):
 
 
 def spans_of(device: torch.device, copies: CopyEngine) -> SpanClock:
-    """Return the clock for actions on ``device``; ``copies`` makes the device's copies."""
+    """Return the clock for actions on ``device``. ``copies`` makes the device's copies, and records its stalls."""
     return HostSpans() if device.type == "cpu" else DeviceSpans(device, copies)

@@ -22,16 +22,16 @@ _LIBRARY = "torchmetrics"
 
 @dataclass(frozen=True)
 class Task:
-    """The kind of outputs and targets. ``name``: "multiclass" if each vector of scores has one class as its
-    target, "multilabel" if each score has a target of 0 or 1, and "binary" if there is one score. ``outputs``: the size
-    of the outputs' last dimension."""
+    """The kind of outputs and targets. ``name``: "multiclass" if each vector of scores has one class as its target,
+    "multilabel" if each score of a vector has a target of 0 or 1, and "binary" if there is only one score. ``outputs``:
+    the size of the outputs' last dimension."""
 
     name: str
     outputs: int
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Return the keywords of metrics' classes that depend on the task."""
+        """Return the keyword arguments of metric classes that depend on the task."""
         sized = {"multiclass": "num_classes", "multilabel": "num_labels"}.get(self.name)
         return {"task": self.name, **({sized: self.outputs} if sized else {})}
 
@@ -42,7 +42,7 @@ def first_line(error: Exception) -> str:
 
 
 class _UsualMetric(NamedTuple):
-    """The class of a metric, and its keywords."""
+    """The class of a metric that is known by name, and its keyword arguments."""
 
     target: str
     kwargs: dict[str, Any]
@@ -77,8 +77,8 @@ _TOP = re.compile(r"top([1-9][0-9]{0,2})")  # such as top5
 
 @dataclass(frozen=True, kw_only=True)
 class MetricConfig:
-    """One metric: ``name``, the keywords ``kwargs`` of its class, and ``target``, the class itself as
-    package.module:Class, for a name that is not known."""
+    """One metric. ``name``: its name. ``kwargs``: keyword arguments of its class. ``target``: the class as
+    package.module:Class, for a name that Parallax does not know."""
 
     name: str
     target: str = ""
@@ -86,7 +86,7 @@ class MetricConfig:
 
     @classmethod
     def read(cls, index: int, entry: Any) -> MetricConfig:
-        """Return entry ``index`` of the setting ``metrics``: a name, or a mapping with the fields."""
+        """Return entry ``index`` of the setting ``metrics``, which is a name or a mapping of the fields."""
         given = {"name": entry} if isinstance(entry, str) else entry
         where = f"metrics[{index}]={printable(str(entry))}"
         if not isinstance(given, Mapping) or not {"name"} <= given.keys() <= {
@@ -125,14 +125,15 @@ class MetricConfig:
 
     @cached_property
     def _path(self) -> str:
-        """Return the class as package.module:Class."""
+        """Return the path of the class as package.module:Class."""
         path = self._known.target
         if self.target:
             return path
         return f"{_LIBRARY}.{path}" if ":" in path else f"{_LIBRARY}:{path}"
 
     def fits(self, *, classes: bool) -> bool:
-        """Whether the metric takes targets that are classes, each of a vector of scores, or numbers and labels."""
+        """Whether the metric accepts the targets of the loss. ``classes``: each target is the class of a vector of
+        scores; otherwise targets are numbers or 0/1 labels."""
         regression, needs = (
             self._path.startswith(f"{_LIBRARY}.regression:"),
             self.name == "perplexity",
@@ -143,7 +144,7 @@ class MetricConfig:
 
     @property
     def key(self) -> str:
-        """Return the setting, as errors name it."""
+        """Return the metric as error messages name it."""
         return f"metrics=[{self.name}]"
 
     def find(self) -> type[Any]:
@@ -180,8 +181,8 @@ class MetricConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """The metrics of a run. ``ignored``: the class of targets that do not count. ``probabilities``: outputs for one
-    or several labels are probabilities, not logits. ``mixed``: float targets are probabilities of classes."""
+    """The metrics of a run. ``ignored``: the class of targets that do not count. ``probabilities``: outputs for labels
+    are probabilities, not logits. ``mixed``: float targets are probabilities of classes."""
 
     metrics: tuple[MetricConfig, ...] = ()
     ignored: int = -100
@@ -194,7 +195,7 @@ class MetricsConfig:
 
     @staticmethod
     def read(entries: Sequence[Any]) -> tuple[MetricConfig, ...]:
-        """Return the entries of the setting ``metrics``."""
+        """Return the metrics that the ``entries`` of the setting ``metrics`` name."""
         found = tuple([MetricConfig.read(*each) for each in enumerate(entries)])
         names = [each.name for each in found]
         if twice := next((name for name in names if names.count(name) > 1), ""):
@@ -202,7 +203,7 @@ class MetricsConfig:
         return found
 
     def check_installed(self) -> None:
-        """Raise :class:`ConfigError` if a class cannot be imported."""
+        """Raise :class:`ConfigError` if the class of a metric cannot be imported."""
         for each in self.metrics:
             try:
                 importlib.import_module(_LIBRARY)
@@ -213,8 +214,8 @@ class MetricsConfig:
             each.find()
 
     def check_targets(self, *, classes: bool) -> None:
-        """Raise :class:`ConfigError` if a metric by its usual name does not take the targets of the loss: ``classes``,
-        or numbers and labels."""
+        """Raise :class:`ConfigError` if a metric that Parallax knows by name does not accept the loss's targets.
+        ``classes``: targets are classes; otherwise they are numbers or labels."""
         for each in self.metrics:
             if not each.fits(classes=classes):
                 usual = [MetricConfig(name=name) for name in (*_USUAL, "top5")]
@@ -227,8 +228,8 @@ class MetricsConfig:
                 )
 
     def check_key(self, key: str, value: str) -> None:
-        """Raise :class:`ConfigError` if ``value`` of the setting ``key`` is not the name of a number by which
-        checkpoints may be compared."""
+        """Raise :class:`ConfigError` unless ``value``, the value of the setting ``key``, names a number by which
+        checkpoints can be compared."""
         accepted = [*_LOSSES, *(f"{VALIDATION}{each.name}" for each in self.metrics)]
         if value not in accepted and value.startswith(VALIDATION):
             name = printable(value.removeprefix(VALIDATION))

@@ -1,12 +1,12 @@
 """The states of a rank's metrics, and their sum over all replicas.
 
-A metric is not the mean of the metrics of micro-batches: that of an F1 score or a perplexity would be wrong, and that
-of an accuracy too if parts have different numbers of targets that count. So each replica of the last stage updates the
-states of its metrics, which are counts, sums or all scores, with each micro-batch. The states of all replicas are added
-or concatenated, and the metric is computed from these, once.
+The metric of a batch is not the mean of its micro-batches' metrics: for an F1 score or a perplexity that mean would be
+wrong, and also for an accuracy if micro-batches have different numbers of targets that count. So each replica of the
+last stage updates the states of its metrics, which are counts, sums or all scores, with each micro-batch. The states of
+all replicas are added or concatenated, and the metric is computed from the result.
 
-Metrics of training rows must not make the host wait for the device. They are counts and sums that are updated on the
-device, and copied to the host together with the step's loss.
+Metrics of training rows must not make the host wait for the device. They use only counts and sums, which are updated on
+the device, and copied to the host together with the step's loss.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST_SUMS = 2**16  # numbers in the state of a metric of training rows, all-red
 
 
 class Metrics:
-    """The metrics of one rank. On earlier stages nothing is computed."""
+    """The metrics of one rank. Ranks that do not have the last stage compute nothing."""
 
     def __init__(self, config: MetricsConfig, mesh: Mesh) -> None:
         if mesh.is_last:
@@ -58,18 +58,18 @@ class Metrics:
         return self.config.names
 
     def wanted(self, *, training: bool) -> bool:
-        """Whether rows must be added."""
+        """Whether the caller must add rows."""
         return bool(self.trained if training else self.config.metrics)
 
     def begin(self, *, training: bool) -> None:
-        """Forget the rows that were added."""
+        """Drop the rows that were added before."""
         for metric in self._made[training].values():
             metric.reset()
         self._copied = None
         self._wrong.zero_()
 
     def add(self, results: Any, targets: Any, *, training: bool) -> None:
-        """Add the outputs and targets of some rows. Raises :class:`ConfigError` if a metric does not take them."""
+        """Add the outputs and targets of some rows. Raises :class:`ConfigError` if a metric does not accept them."""
         rows = ScoredRows.of(results, targets, self.config)
         if self._task is not None and rows.task != self._task:
             raise ConfigError(
@@ -86,7 +86,7 @@ class Metrics:
                 rows.add_to(metric)
 
     def evaluated(self) -> dict[str, float]:
-        """Return the metrics of all rows that all replicas added since :meth:`begin`; all ranks call it."""
+        """Return the metrics of all rows that all replicas have added since :meth:`begin`. All ranks call it."""
         if not self.config.metrics:
             return {}
         self._exchange_task()
@@ -105,8 +105,8 @@ class Metrics:
                 metric.validate_args = False  # its checks wait for the device
 
     def copy_states(self) -> None:
-        """Add the states of the training rows of all replicas and start to copy them to the host; all replicas call it.
-        The next number that the host reads from the device completes the copy."""
+        """Sum the states of the training rows over the replicas, and start to copy them to the host. All replicas call
+        it. The copy is complete when the host next reads a number from the device."""
         if not self.trained or not self._mesh.is_last or self._task is None:
             return
         metrics, group = self._metrics(self._task, True).values(), self._mesh.statistics
@@ -119,8 +119,8 @@ class Metrics:
             self._copied = flat.to("cpu", non_blocking=True)
 
     def stepped(self) -> dict[str, float]:
-        """Return the metrics of the training rows of all replicas, from the copied states. Only the first replica of
-        the last stage gets the values; the other ranks get 0."""
+        """Return the metrics of the training rows of all replicas, from the states on the host. Only the first replica
+        of the last stage gets the values; all other ranks get 0."""
         mine = {} if self._copied is None else self._from_sums(self._copied)
         return {name: mine.get(name, 0.0) for name in self.trained}
 
@@ -155,14 +155,14 @@ class Metrics:
         return made
 
     def _exchange_task(self) -> None:
-        """Learn the task from other replicas, if this one has had no rows."""
+        """Get the task from another replica, if this replica has had no rows."""
         group = self._mesh.statistics
         if group is not None and self._mesh.is_last:
             found = [each for each in all_gather_object(self._task, group) if each is not None]
             self._task = self._task or next(iter(found), None)
 
     def _computed(self) -> dict[str, float]:
-        """Return the metrics on the first replica of the last stage."""
+        """Return the metrics, on the first replica of the last stage only."""
         if not self._mesh.is_last or self._task is None:
             return {}
         found = {}
@@ -175,7 +175,7 @@ class Metrics:
         return found
 
     def _of_replicas(self, metric: Any) -> AbstractContextManager[None]:
-        """Return a context in which the metric has the states of all replicas."""
+        """Return a context in which ``metric`` has the combined states of all replicas."""
         group = self._mesh.statistics
         if group is None:
             return nullcontext()
@@ -187,7 +187,7 @@ class Metrics:
 
 @contextmanager
 def _refusing(name: str, rows: ScoredRows | None = None) -> Iterator[None]:
-    """Raise :class:`ConfigError` for an error of the metric ``name`` inside."""
+    """A context that converts an error of the metric ``name`` to :class:`ConfigError`."""
     shapes = ""
     if rows is not None:
         shapes = (
@@ -217,7 +217,8 @@ def _wrong_targets(count: int, task: Task) -> str:
 
 
 def _check(config: MetricConfig, metric: Any, task: Task) -> None:
-    """Raise :class:`ConfigError` if the metric's states cannot be added exactly, or do not fit in memory."""
+    """Raise :class:`ConfigError` if the metric's states cannot be combined exactly over replicas, or do not fit in
+    memory."""
     from torchmetrics.classification import MulticlassConfusionMatrix
     from torchmetrics.utilities import dim_zero_cat, dim_zero_mean
 
@@ -238,7 +239,7 @@ def _check(config: MetricConfig, metric: Any, task: Task) -> None:
 
 
 def _is_cheap(metric: Any, task: Task | None) -> bool:
-    """Whether a metric can be computed on training rows: its states are small sums, and an update needs little
+    """Whether a metric can be computed on training rows, because its states are small sums and an update needs little
     memory."""
     from torchmetrics.utilities import dim_zero_sum
 
@@ -252,15 +253,15 @@ def _is_cheap(metric: Any, task: Task | None) -> bool:
 
 
 def _in_double(metric: Any) -> Any:
-    """Return the metric with sums in double precision, where the device has it. Those of classification are
-    integers."""
+    """Return the metric with sums in double precision, if the device supports it. The sums of classification metrics
+    are integers."""
     if is_classification(metric) or metric.device.type == "mps":
         return metric
     return metric.set_dtype(torch.float64)
 
 
 def _gathered(state: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Return the state of each replica. Replicas may have different numbers of rows; those without any are omitted."""
+    """Return the state of each replica that has had rows. Replicas may have different numbers of rows."""
     kinds = all_gather_object((list(state.shape), state.dtype), group)
     own = _for_backend(group, state).contiguous().view(-1).view(torch.uint8)
     lengths = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in kinds]
@@ -276,6 +277,7 @@ def _gathered(state: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _for_backend(group: dist.ProcessGroup | None, state: Tensor) -> Tensor:
-    """Return the state where the group's backend takes it: gloo takes host tensors only. MPS has no doubles."""
+    """Return the state on the device that the group's backend supports: gloo sends host tensors only. MPS has no
+    doubles."""
     on_host = state.is_mps or (group is not None and dist.get_backend(group) == "gloo")
     return state.cpu() if on_host else state

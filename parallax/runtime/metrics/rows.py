@@ -17,8 +17,8 @@ from parallax.runtime.metrics.config import MetricsConfig, Task
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """Outputs with their targets. With the task multiclass, ``scores`` are vectors with a class each in ``targets``, of
-    which ``kept`` count; otherwise each score has a target."""
+    """Outputs with their targets. In a multiclass task, each vector of ``scores`` has a class in ``targets``, and
+    ``kept`` marks the targets that count. In other tasks, each score has its own target."""
 
     task: Task
     scores: Tensor
@@ -28,7 +28,8 @@ class ScoredRows:
 
     @classmethod
     def of(cls, results: Any, targets: Any, config: MetricsConfig) -> ScoredRows:
-        """Return the rows of a model's return value. Raises :class:`ConfigError` if the targets do not fit."""
+        """Return the rows of ``results``, a model's return value, with their ``targets``. Raises :class:`ConfigError`
+        if the targets do not fit."""
         scores, key = scores_of(results), f"metrics=[{', '.join(config.names)}]"
         if not isinstance(scores, Tensor) or not isinstance(targets, Tensor):
             raise ConfigError(
@@ -55,7 +56,7 @@ class ScoredRows:
         return cls(task, scores, targets, probabilities=config.probabilities)
 
     def wrong(self, metric: Any) -> Tensor:
-        """Return the number of targets that are not a class or label of the metric."""
+        """Return the number of targets that are not valid classes or labels."""
         if self.kept is not None:
             return (self.kept & (self.targets >= self.task.outputs)).sum()
         if not is_classification(metric):
@@ -63,7 +64,7 @@ class ScoredRows:
         return (self._not_ignored(metric) & (self.targets != 0) & (self.targets != 1)).sum()
 
     def add_to(self, metric: Any) -> None:
-        """Update the states of the metric."""
+        """Update the states of ``metric`` with these rows."""
         if counts_labels(metric):
             self._count(metric)
         elif self.kept is not None:
@@ -78,8 +79,8 @@ class ScoredRows:
             metric.update(*(values if flat else (each.flatten(0, -2) for each in values)))
 
     def _count(self, metric: Any) -> None:
-        """Add to the metric's counts. Its own update would wait for the device, in boolean indices and bincount. Labels
-        of a multilabel task are numbered: label n has the classes 2n and 2n + 1."""
+        """Add to the counts of ``metric``. The metric's own update would wait for the device, in boolean indexing and
+        bincount. In a multilabel task, label n is counted as the classes 2n and 2n + 1."""
         predicted, targets, counted = self._labels(metric)
         classes = self.task.outputs if self.kept is not None else 2
         first = torch.arange(predicted.shape[1], device=targets.device) * classes
@@ -108,7 +109,7 @@ class ScoredRows:
             setattr(metric, name, state + chosen.sum_to_size(state.shape))
 
     def _labels(self, metric: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return predicted labels, targets, and whether these count, each with a column for each label."""
+        """Return predicted labels, targets, and whether each target counts. Each has one column per label."""
         counted = self._not_ignored(metric)
         if self.kept is None:
             targets = self.targets.long()
@@ -142,8 +143,8 @@ class ScoredRows:
 
     @cached_property
     def _probabilities(self) -> Tensor:
-        """Those of labels. They are made here: torchmetrics makes them only from batches in which some score is none,
-        so that a micro-batch may get other ones than the batch."""
+        """The probabilities of labels. Torchmetrics itself would convert logits only if a batch has a score outside of
+        [0, 1], so a micro-batch could be treated otherwise than the whole batch."""
         scores = _wide(self.scores)
         return scores if self.probabilities else scores.sigmoid()
 
@@ -172,7 +173,8 @@ def is_classification(metric: Any) -> bool:
 
 
 def counts_labels(metric: Any) -> bool:
-    """Whether the metric's states are the counts of torchmetrics' StatScores or ConfusionMatrix, over all rows."""
+    """Whether the metric's states are those of torchmetrics' StatScores or ConfusionMatrix, with counts over all
+    rows."""
     from torchmetrics import classification
 
     kinds = (
@@ -185,7 +187,7 @@ def counts_labels(metric: Any) -> bool:
 
 
 def _bins(classes: Tensor, counted: Tensor, size: int) -> Tensor:
-    """Return how often each class below ``size`` is among the counted ones."""
+    """Return how often each class below ``size`` occurs among the ``classes`` that are ``counted``."""
     places = torch.where(counted, classes, size).flatten()
     found = places.new_zeros(size + 1)
     return found.scatter_add_(0, places, torch.ones_like(places))[:size]

@@ -1,8 +1,8 @@
 """torch's optimizers without the wrappers that import ``torch._compile``; and Lion.
 
-The wrappers exclude optimizers from compilation. They load the compiler, which takes a second in every process that
-builds an optimizer. Parallax compiles no optimizer steps, so these classes use the functions that torch keeps as
-``__wrapped__``.
+The wrappers exclude optimizers from compilation, and load the compiler for this, which takes a second in every process
+that builds an optimizer. Parallax compiles no optimizer steps, so these classes use the unwrapped functions, which
+torch keeps as ``__wrapped__``.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Muon(Uncompiled, torch.optim.Muon):
 
 
 class Momentum(SGD):
-    """SGD with momentum for parameters whose first gradients come at different steps. torch's fused kernel looks at the
-    momentum of one parameter to decide whether this is the first step of all. So here each momentum starts as zeros,
-    which gives the same update."""
+    """SGD with momentum for parameters whose first gradients come in different steps. torch's fused kernel looks at the
+    momentum of one parameter to decide whether all parameters are in their first step. So here the momentum of each
+    parameter starts as zeros, which gives the same update."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -111,8 +111,8 @@ class Lion(Uncompiled):
 
 
 def _together(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield groups of parameters with gradients: one dtype, one device and at most ``_RUN_BYTES`` each. A larger
-    parameter is a group of its own."""
+    """Yield groups of parameters with gradients. The parameters of a group have one dtype, one device and at most
+    ``_RUN_BYTES`` in total; a larger parameter is a group by itself."""
     given = [parameter for parameter in parameters if parameter.grad is not None]
     for alike in by_kind(given):
         run: list[nn.Parameter] = []

@@ -22,8 +22,8 @@ Named = Mapping[str, nn.Parameter]
 
 
 class OptimizerBuilder:
-    """Builds optimizers of ``config`` over parts of a model, whose parameters are in ``groups`` by name. With
-    ``averages`` they also average the weights (:mod:`parallax.swap.optimizer.averaging`)."""
+    """Builds optimizers of ``config`` for parts of a model. ``groups``: the settings of all parameters, by name. With
+    ``averages`` the optimizers also average the weights (:mod:`parallax.swap.optimizer.averaging`)."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class OptimizerBuilder:
     def of(
         cls, config: OptimizerConfig, model: nn.Module, *, averages: bool = False
     ) -> OptimizerBuilder:
-        """Return the builder for the parameters of ``model`` that are trained."""
+        """Return the builder for the trained parameters of ``model``."""
         dtypes = [p.dtype for p in model.parameters() if p.requires_grad]
         dtype = stepped_in(dtypes[0]) if dtypes else torch.float32
         return cls(config, ParameterGroups.of(config, model), dtype, averages=averages)
@@ -49,7 +49,7 @@ class OptimizerBuilder:
     def over(
         cls, config: OptimizerConfig, named: Named, *, averages: bool = False
     ) -> OptimizerBuilder:
-        """Return the builder for parameters of no module."""
+        """Return the builder for parameters that are not part of a module."""
         places = [
             ParameterPlace((n,), (), tuple(p.shape)) for n, p in named.items() if p.requires_grad
         ]
@@ -58,8 +58,8 @@ class OptimizerBuilder:
         return cls(config, ParameterGroups(config, places), dtype, averages=averages)
 
     def build(self, named: Named) -> Optimizer:
-        """Return the optimizer over those of the parameters ``named`` that are trained. If none is trained, the
-        optimizer steps an empty parameter, because torch refuses an empty list."""
+        """Return the optimizer of those parameters in ``named`` that are trained. If none is trained, the optimizer
+        steps an empty parameter, because torch refuses an empty list."""
         groups: dict[str, Group] = {}
         for name, parameter in named.items():
             if parameter.requires_grad:
@@ -73,7 +73,8 @@ class OptimizerBuilder:
 
     @cached_property
     def nature(self) -> Nature:
-        """What the optimizer is. Raises :class:`~parallax.errors.ConfigError` if no plan can step it."""
+        """The properties of the optimizer that a plan depends on. Raises :class:`~parallax.errors.ConfigError` if no
+        plan can use the optimizer."""
         shapes = self.groups.shapes()
         if not shapes:
             raise ConfigError(
@@ -85,18 +86,19 @@ class OptimizerBuilder:
 
     @property
     def lr(self) -> float:
-        """The learning rate at a factor of 1: that of the settings, or the highest that a function sets."""
+        """The learning rate before the schedule's factor: that of the settings, or the highest that a user's function
+        sets."""
         own = isinstance(self.config, OptimizerFactory)
         return self.nature.lr if own else self.config.lr
 
     def state_bytes(self, named: Named, *, masters: bool = True) -> int:
-        """Return the bytes of the optimizer states of these parameters; with ``masters`` also those of the master
+        """Return the bytes of the optimizer states of the parameters ``named``. ``masters``: include the master
         weights."""
         return sum(self._bytes_of(name, p, masters) for name, p in named.items() if p.requires_grad)
 
     def largest_ratio(self, blocks: Iterable[Mapping[str, Tensor]]) -> float:
-        """Return the most bytes of states per byte of trained parameters of any of ``blocks``, both in the type of the
-        step."""
+        """Return the largest ratio of optimizer-state bytes to trained-parameter bytes among ``blocks``. Parameters are
+        counted in the type in which they are stepped."""
         most = 0.0
         for block in blocks:
             trained = {n: p for n, p in block.items() if n in self.groups}

@@ -27,15 +27,16 @@ class OptimizerConfig(Registered):
     Each dataclass is in its own module of :mod:`parallax.runtime.optim.kinds`.
 
     ``lr``: the learning rate, which the schedule multiplies. ``weight_decay`` applies to matrices only. ``clip_norm``
-    bounds the global gradient norm over all stages; 0: no clipping. ``clip_value`` bounds each element of a gradient,
-    after ``clip_norm``; 0: no clipping. ``layer_decay``: the learning rate of a layer is multiplied by this once for
-    each layer after it; layers are numbered by the first number in the names of their parameters. ``groups``: settings
-    of some parameters, ``[{match: "*.bias|norm.*", weight_decay: 0}, {match: "head.*", lr: 0.001}, {match:
+    bounds the global gradient norm over all stages; 0 is no clipping. ``clip_value`` bounds each element of a gradient,
+    after ``clip_norm``; 0 is no clipping. ``layer_decay``: the learning rate of a layer is multiplied by this factor
+    once for each later layer. Layers are told apart by the first number in the names of their parameters. ``groups``:
+    settings of some parameters, ``[{match: "*.bias|norm.*", weight_decay: 0}, {match: "head.*", lr: 0.001}, {match:
     "layers.{0..3}.*", freeze: true}]``. ``match``: a pattern of parameter names; ``type``: the class of the parameter's
-    module; ``dims``: the number of its dimensions. A parameter belongs to the first group whose given keys it fits. The
-    other keys are settings of the optimizer; ``freeze: true`` trains none of the group's parameters. A group with its
-    own ``clip_norm`` is clipped by the norm of its gradients, and all gradients outside of such groups by their norm
-    and ``optimizer.clip_norm``. A group's own ``clip_value`` bounds the elements of its gradients.
+    module; ``dims``: the number of its dimensions. A parameter belongs to the first group of which it fits all of these
+    keys. The other keys of a group are settings of the optimizer; ``freeze: true`` trains none of the group's
+    parameters. A group with its own ``clip_norm`` is clipped by the norm of its own gradients. All other gradients are
+    clipped by their common norm and ``optimizer.clip_norm``. A group's own ``clip_value`` bounds the elements of its
+    gradients.
     """
 
     package: ClassVar[str] = "parallax.runtime.optim.kinds"
@@ -60,7 +61,7 @@ class OptimizerConfig(Registered):
 
     @property
     def label(self) -> str:
-        """The name in errors, and in checkpoints as the owner of the states."""
+        """The optimizer's name in error messages, and in checkpoints with its states."""
         return self.name
 
     @abc.abstractmethod
@@ -68,7 +69,7 @@ class OptimizerConfig(Registered):
         """Return the optimizer over the parameters of ``groups``."""
 
     def settings_of(self, place: ParameterPlace) -> Group:
-        """Return the settings of the parameter at ``place`` that differ from those of the optimizer."""
+        """Return the settings of the parameter at ``place`` that differ from those of the whole optimizer."""
         return {} if place.dims >= 2 else {"weight_decay": 0.0}
 
 
@@ -102,7 +103,7 @@ def as_config(
 
 
 def check_optimizer(key: str, name: str, made: Any) -> Optimizer:
-    """Return what a user's function made. Raises :class:`ConfigError` if it is not one optimizer."""
+    """Return ``made``, the result of a user's function. Raises :class:`ConfigError` if it is not an optimizer."""
     if not isinstance(made, Optimizer):
         raise ConfigError(
             f"{key}={name}: it returned a {type(made).__name__}; accepted is one torch.optim.Optimizer over the "
@@ -124,5 +125,5 @@ def check_momentum(key: str, momentum: float) -> None:
 
 
 def fuses(groups: Sequence[Group]) -> bool:
-    """Whether torch has fused kernels for the parameters: for all but complex ones."""
+    """Whether torch has fused kernels for the parameters, which is so unless any of them is complex."""
     return not any(torch.is_complex(p) for group in groups for p in group["params"])

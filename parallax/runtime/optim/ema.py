@@ -1,4 +1,4 @@
-"""The settings of averaged weights: the base of the options of ``ema=``; and the number of their updates in a run."""
+"""The settings of averaged weights, the base class of the options of ``ema=``; and the count of updates in a run."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ class EmaConfig(Registered):
     """Averages of the weights over the steps, kept beside the trained weights as one more state of the optimizer. The
     base class of the dataclasses of ``ema=``.
 
-    Averages have the precision of the master weights; the plan counts them, and checkpoints hold them. Buffers, such as
-    the statistics of BatchNorms, are not averaged. A run that resumes from a checkpoint without averages begins them
-    with its next update."""
+    Averages have the precision of the master weights. Plans reserve memory for them, and checkpoints contain them.
+    Buffers, such as the statistics of BatchNorms, are not averaged. A run that resumes from a checkpoint without
+    averages starts them at its next update.
+    """
 
     package: ClassVar[str] = "parallax.runtime.optim.emas"
 
     @property
     def averages(self) -> bool:
-        """Whether there are averages."""
+        """Whether the run keeps averages."""
         return True
 
     @property
     def evaluates(self) -> bool:
-        """Whether validation sets are evaluated with the averages."""
+        """Whether validation uses the averages."""
         return False
 
     @abc.abstractmethod
     def share(self, step: int, updates: int) -> float:
-        """Return the share of the weights after ``step`` (from 1) in the averages, which have had ``updates`` updates;
-        0: the averages stay."""
+        """Return the weight of the new values in the averages at ``step`` (from 1), or 0 if this step does not update
+        the averages. ``updates``: the number of updates so far."""
 
     def check(self, steps: int) -> None:
-        """Raise :class:`ConfigError` if a run of ``steps`` averages no weights."""
+        """Raise :class:`ConfigError` if a run of ``steps`` steps would never update the averages."""
         if self.averages and not any(self.share(step, 0) for step in range(1, steps + 1)):
             raise ConfigError(
                 f"ema={self.name}: the run ends after step {steps}, before the first weights are averaged; lower "
@@ -47,13 +48,13 @@ class EmaConfig(Registered):
 
 
 class Averages:
-    """The updates of a run's averages."""
+    """Counts the updates of a run's averages."""
 
     def __init__(self, config: EmaConfig) -> None:
         self.config, self.updates = config, 0
 
     def share(self, step: int) -> float:
-        """Return the share of the weights after ``step`` (from 1) in the averages, and count the update."""
+        """Return the weight of the new values in the averages at ``step`` (from 1), and count the update."""
         share = self.config.share(step, self.updates)
         self.updates += share > 0
         return share

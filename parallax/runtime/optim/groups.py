@@ -1,4 +1,4 @@
-"""Parameter groups: the settings of each parameter, from the rules of its optimizer and the user's patterns."""
+"""Parameter groups: the settings of each parameter, from the rules of the optimizer and the user's patterns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SELECTING = ("match", "type", "dims", "freeze")
 
 
 class GroupSummary(NamedTuple):
-    """One parameter group: its settings, and the names and the number of elements of its parameters."""
+    """A parameter group: its settings, the names of its parameters, and their number of elements."""
 
     settings: Group
     names: tuple[str, ...]
@@ -27,21 +27,22 @@ class GroupSummary(NamedTuple):
 
 
 class ClipGroup(NamedTuple):
-    """How the gradients of some parameters are clipped. ``norm``: the index of the norm that they are clipped by. Index
-    0 is the norm over all parameters whose group has no ``clip_norm`` of its own."""
+    """The clipping of some parameters' gradients. ``norm``: the index of the gradient norm that is used. Index 0 is the
+    norm over all parameters whose group has no ``clip_norm`` of its own."""
 
     norm: int
     clip_norm: float
     clip_value: float
 
     def correction(self, norms: Sequence[Tensor] | Tensor, scale: float) -> GradientCorrection:
-        """Return the correction of gradients that are ``scale`` times too large; ``norms`` are divided by it."""
+        """Return the correction of gradients that are ``scale`` times too large. ``norms``: the gradient norms, already
+        divided by ``scale``."""
         return GradientCorrection(norms[self.norm], self.clip_norm, scale, self.clip_value)
 
 
 class ParameterGroups:
-    """The settings of each parameter that ``config`` trains, by name. ``places``: the parameters that are trained;
-    ``frozen``: those of the model that are not."""
+    """The settings of each parameter that ``config`` trains. ``places``: name → place in the model, for trained
+    parameters. ``frozen``: the parameters that are not trained."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class ParameterGroups:
 
     @classmethod
     def of(cls, config: OptimizerConfig, model: nn.Module) -> ParameterGroups:
-        """Return the groups of the parameters of ``model`` that are trained."""
+        """Return the groups of the trained parameters of ``model``."""
         names = {name for name, p in model.named_parameters() if p.requires_grad}
         places: dict[bool, list[ParameterPlace]] = {True: [], False: []}
         for place in places_of(model):
@@ -85,7 +86,7 @@ class ParameterGroups:
         return name in self._settings
 
     def by_norm(self, tensors: Mapping[str, Tensor]) -> list[list[Tensor]]:
-        """Return the tensors as one list for each norm by which gradients are clipped (:class:`ClipGroup`)."""
+        """Return ``tensors`` as one list for each gradient norm that clipping uses (:class:`ClipGroup`)."""
         found: list[list[Tensor]] = [[] for _ in range(1 + max(each.norm for each in self.clips))]
         for name, tensor in tensors.items():
             number = self._settings.get(name, {}).get(CLIP_GROUP, 0)
@@ -93,7 +94,7 @@ class ParameterGroups:
         return found
 
     def settings(self, name: str) -> Group:
-        """Return the settings of a parameter that differ from those of the optimizer."""
+        """Return the settings of the parameter ``name`` that differ from those of the whole optimizer."""
         return self._settings[name]
 
     def summaries(self) -> list[GroupSummary]:
@@ -114,7 +115,7 @@ class ParameterGroups:
         ]
 
     def shapes(self) -> list[tuple[Group, list[tuple[int, ...]]]]:
-        """Return for each group its settings and the shapes of its parameters."""
+        """Return for each group the settings and the shapes of the parameters."""
         return [
             (each.settings, [self._places[name].shape for name in each.names])
             for each in self.summaries()
@@ -157,12 +158,12 @@ def freeze(config: OptimizerConfig, model: nn.Module) -> None:
 
 
 def group_key(settings: Mapping[str, Any]) -> str:
-    """Return a text that is equal for equal settings."""
+    """Return a text that is equal for two groups exactly if their settings are equal."""
     return repr(sorted(settings.items()))
 
 
 class _Pattern(NamedTuple):
-    """One entry of ``optimizer.groups``. ``text``: how errors name it."""
+    """One entry of ``optimizer.groups``. ``text``: the entry as error messages name it."""
 
     text: str
     match: str
@@ -191,8 +192,8 @@ def _patterns(config: OptimizerConfig) -> list[_Pattern]:
 
 
 def _clips(config: OptimizerConfig, patterns: Iterable[_Pattern]) -> tuple[ClipGroup, ...]:
-    """Return how gradients are clipped, by the value of ``clip_group``. Entry 0 is for parameters that belong to no
-    such group."""
+    """Return the clipping rules: rule 0, and one rule for each group that has its own. ``clip_group`` in the settings
+    of a parameter is the index of its rule."""
     found, norms = [ClipGroup(0, config.clip_norm, config.clip_value)], 0
     for own in (each.settings for each in patterns if CLIP_GROUP in each.settings):
         norms += "clip_norm" in own

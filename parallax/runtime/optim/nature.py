@@ -1,12 +1,14 @@
-"""The nature of an optimizer, found by stepping small tensors: whether it steps each parameter by itself, whether it
-steps each element by itself, and which states it keeps.
+"""The nature of an optimizer: whether it steps each parameter independently, whether it steps each element
+independently, and which states it keeps. It is found by stepping small tensors.
 
-Every plan steps the parameters of a stage without those of other stages. So an optimizer is refused if its step needs
-all gradients at one time. It is also refused if it continues differently after a resume, because it keeps values
-outside of the states that a checkpoint holds. Offloaded and sharded states are stepped in runs of elements. An
-optimizer whose step treats a parameter as a whole, such as Muon or Adafactor, gets whole parameters there. None of this
-follows from an optimizer's name, so it is tried through the buckets of a real step and compared bit for bit, on
-parameters with the model's settings and numbers of dimensions.
+Every plan steps the parameters of a stage without those of other stages, so an optimizer is refused if its step needs
+all gradients at the same time. It is also refused if it continues differently after a resume, because it keeps values
+outside of the states that a checkpoint holds.
+
+Offloaded and sharded states are stepped in buckets, which may divide a parameter. An optimizer that treats a parameter
+as a whole, such as Muon or Adafactor, gets undivided parameters there. The name of an optimizer does not tell any of
+this. So it is tried with the buckets of a real step, on parameters with the model's settings and numbers of dimensions,
+and the results are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ parameter)."""
 class Nature:
     """The properties of an optimizer that a plan depends on.
 
-    ``divides``: parameters may be stepped in parts. ``states``: for each parameter group and number of dimensions, the
-    names of the states and their sizes. ``lr``: the highest learning rate of any group.
+    ``divides``: whether parameters may be stepped in parts. ``states``: (parameter group, number of dimensions) → names
+    and sizes of the optimizer states. ``lr``: the highest learning rate of any group.
     """
 
     divides: bool
@@ -61,8 +63,8 @@ class Nature:
         return frozenset(name for found in self.states.values() for name in found)
 
     def state_bytes(self, group: int, shape: Sequence[int], itemsize: int) -> int:
-        """Return the bytes of the states of a parameter of ``shape``. ``itemsize``: bytes per element in the type of
-        the step. A scalar state does not count, because a bucket stores none."""
+        """Return the bytes of the optimizer states of a parameter of ``shape``. ``itemsize``: the bytes per element in
+        the type of the step. A scalar state counts as 0, because buckets do not store it."""
         total = 0
         for sizes, own in self.states[group, len(shape)].values():
             if sizes:
@@ -80,10 +82,12 @@ def nature_of(
     *,
     averages: bool = False,
 ) -> Nature:
-    """Return the properties of the optimizer of ``config`` that a plan depends on, found by stepping small tensors.
-    ``groups``: settings of each parameter group, and the numbers of dimensions of its parameters. ``dtype``: the type
-    in which parameters are stepped. With ``averages`` the optimizer also averages the weights. Raises
-    :class:`ConfigError`, with the reason, for an optimizer that no plan can step."""
+    """Return the nature of the optimizer of ``config``. Raises :class:`ConfigError`, with the reason, for an optimizer
+    that no plan can step.
+
+    ``groups``: the settings of each parameter group, with the numbers of dimensions of its parameters. ``dtype``: the
+    type in which parameters are stepped. ``averages``: the optimizer also averages the weights.
+    """
     with torch.random.fork_rng(devices=[]):
         trial = _Trial(config, groups, dtype, averages)
         plain = trial.plain()
@@ -104,7 +108,7 @@ def nature_of(
 
 
 class _Trial:
-    """Small parameters of each group and number of dimensions."""
+    """Small parameters on which an optimizer is tried: for each group and number of dimensions."""
 
     def __init__(
         self,
@@ -122,7 +126,7 @@ class _Trial:
         self.states: dict[tuple[int, int], dict[str, StateSizes]] = {}
 
     def plain(self) -> list[Any]:
-        """Step all parameters together; return parameters and states. Raises :class:`ConfigError` if that fails."""
+        """Step all parameters together; return parameters and states. Raises :class:`ConfigError` if a step fails."""
         parameters, optimizer = self._made()
         self.lr = max(float(group.get("lr") or 0.0) for group in optimizer.param_groups)
         counters, generator = GroupCounters(optimizer), torch.get_rng_state()
@@ -144,9 +148,9 @@ class _Trial:
         return list(zip([p.detach() for p in parameters], states))
 
     def in_buckets(self, *, split: bool, resumes: bool = False) -> list[Any]:
-        """Step each parameter as a bucket of its own or, with ``split``, as several runs of elements; return parameters
-        and states. With ``resumes``, a new optimizer, built from the saved states, takes the second half of the
-        steps."""
+        """Step each parameter in its own bucket; return parameters and states. ``split``: divide each parameter into
+        several buckets. ``resumes``: half-way, replace the optimizer by a new one that is built from the saved
+        states."""
         parameters, optimizer = self._made()
         buckets, settings = self._buckets(parameters, optimizer, split=split)
         try:
@@ -214,7 +218,7 @@ class _Trial:
         return parameters, averaging(optimizer) if self._averages else optimizer
 
     def _check_settings(self, optimizer: Optimizer) -> None:
-        """Raise for settings of groups that the optimizer does not know."""
+        """Raise :class:`ConfigError` if a group has a setting that the optimizer does not know."""
         known = {*optimizer.defaults, "muon", *CLIPS, CLIP_GROUP, "params"}
         for settings in self._settings:
             for key in settings:
@@ -241,7 +245,7 @@ def _parameter(dims: int, number: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 def _set_gradients(parameters: Sequence[nn.Parameter], step: int) -> None:
-    """Set gradients that depend on the parameters, so that each step has a part in the result."""
+    """Set gradients that depend on the values of the parameters, so that every step affects the result."""
     for number, parameter in enumerate(parameters):
         scale = _SCALES[(step + number) % len(_SCALES)]
         values = torch.arange(parameter.numel(), dtype=torch.float64) * (step + 1) + number
@@ -250,9 +254,8 @@ def _set_gradients(parameters: Sequence[nn.Parameter], step: int) -> None:
 
 
 def _sizes(state: Tensor, parameter: Tensor) -> StateSizes:
-    """Return the sizes of a state in each dimension, and the bytes of its elements if these differ from the parameter's
-    (else None). A size that equals one of ``parameter`` is given as (dimension of the parameter, size), any other one
-    as (None, size)."""
+    """Return a pair for each dimension of ``state``: the dimension of ``parameter`` that has the same size (or None),
+    and the size. Also return the bytes per element of the state, or None if the parameter's elements have as many."""
     shape = list(parameter.shape)
     sizes = tuple(
         (shape.index(size) if size in shape and size > 1 else None, size) for size in state.shape
@@ -278,7 +281,7 @@ def _join(values: list[Any], parameter: Tensor) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two outcomes are equal, bit for bit."""
+    """Whether two results are bit-identical."""
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.shape == other.shape and _bits(one) == _bits(other)
     if isinstance(one, Mapping):

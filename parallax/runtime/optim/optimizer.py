@@ -24,13 +24,13 @@ OpenStore = Callable[[int, int], Store | None]
 
 
 class StageOptimizer:
-    """Steps the parameters ``named`` of one stage. The first parameters are stepped at once on the device. The last
-    ones, with a share ``offload`` of the bytes, are stepped on the host while the next forward runs
+    """Steps the parameters ``named`` of one stage. The first ones are stepped on the device, before the next forward.
+    The last ones, with a fraction ``offload`` of the bytes, are stepped on the host while the next forward runs
     (:mod:`parallax.swap.optimizer.host`).
 
-    ``always_offloaded`` parameters are always stepped on the host: other stages hold them too and step them there, and
-    device kernels may round differently. ``share``, for offloaded states, and ``shard``, for resident ones, assign each
-    parameter to one replica, which steps it; None: every replica steps all parameters.
+    ``always_offloaded`` parameters are always stepped on the host, because other stages hold and step them too, and
+    device kernels may round differently. ``share`` (for offloaded states) and ``shard`` (for resident ones) assign each
+    parameter to the replica that steps it; None: every replica steps all parameters.
     """
 
     def __init__(
@@ -91,18 +91,18 @@ class StageOptimizer:
 
     @property
     def waiting(self) -> tuple[HostOptimizer, Stream]:
-        """The host optimizer and the stream of offloaded parameters. Their ``stall_seconds`` count the time that
-        forwards and backwards have waited for weights."""
+        """The host optimizer and the offloaded parameters. Their ``stall_seconds`` count how long forwards and
+        backwards have waited for weights."""
         return self._host, self._streamed
 
     def zero_grad(self) -> None:
-        """Set resident gradients to zero; mark offloaded ones to be overwritten by the next backward."""
+        """Set resident gradients to zero. The next backward overwrites offloaded gradients."""
         self._on_device.zero_grad()
         self._streamed.zero_gradients()
         self._host.zero_grad()
 
     def reduced(self, parameter: Tensor) -> None:
-        """Accept the final gradient of ``parameter``."""
+        """Accept the gradient of ``parameter``, which is final."""
         self._host.reduced(parameter)
 
     def step(
@@ -110,11 +110,11 @@ class StageOptimizer:
     ) -> None:
         """Update all parameters at ``factor`` times their learning rates.
 
-        Gradients are ``scale`` times too large. ``norm``: the global gradient norm divided by ``scale``, as a host
-        tensor, by which gradients are clipped. If some groups have a ``clip_norm`` of their own, it holds the norm of
-        all other gradients, followed by the norm of each such group
-        (:attr:`~parallax.runtime.optim.groups.ParameterGroups.clips`). ``average``: the share of the new weights in
-        their averages.
+        ``scale``: the factor by which gradients are too large. ``norm``: the global gradient norm, already divided by
+        ``scale``, as a host tensor for clipping. If some groups have their own ``clip_norm``, ``norm`` has one element
+        for all other gradients, followed by one for each such group
+        (:attr:`~parallax.runtime.optim.groups.ParameterGroups.clips`). ``average``: the weight of the new values in the
+        averaged weights.
         """
         norms = norm.reshape(-1)
         self._set_share(average)
@@ -129,8 +129,8 @@ class StageOptimizer:
             self._host.commit([clip.correction(norms, scale).of_bucket for clip in self._clips])
 
     def exchange_averages(self) -> None:
-        """Exchange weights and their averages, wherever they are; a second call exchanges them back. Gradients are
-        dropped. All replicas call it."""
+        """Exchange the weights with their averages, on the device or offloaded; a second call undoes the exchange.
+        Gradients are dropped. All replicas call it."""
         self._host.finish()
         self._copies.synchronize()  # the host's copies of weights are written next
         self._set_share(None)
@@ -164,35 +164,36 @@ class StageOptimizer:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of all optimizer states on this rank, in all tiers."""
+        """Bytes of all optimizer states of this rank, resident and offloaded."""
         return self._on_device.state_bytes + self._host.state_bytes
 
     def alone_knows(self, parameter: Tensor) -> bool:
-        """Whether only this replica has the states of ``parameter``, because replicas shard them."""
+        """Whether only this replica has the optimizer states of ``parameter``, because replicas shard the states."""
         if parameter in self._sharded:
             return self._on_device.owns(parameter)
         return parameter in self._shared and owns(self._exchange, parameter)
 
     def bytes_of_states(self, tensor: Tensor) -> int:
-        """Return the bytes of a parameter's optimizer states after its first step, master weights included."""
+        """Return the bytes that the optimizer states of ``tensor`` have after the first step, including master
+        weights."""
         if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
             return 0
         return self._builder.state_bytes(self._named([tensor]))
 
     def reset(self) -> None:
-        """Drop all optimizer states and the record of a failed step. The caller then sets weights and states anew."""
+        """Drop all optimizer states, and the record of a failed step. The caller then sets new weights and states."""
         self._on_device.reset()
         self._host.reset()
         self._streamed.zero_gradients()
 
     @property
     def name(self) -> str:
-        """Name of the optimizer that the states belong to."""
+        """The name of the optimizer to which the states belong."""
         return self._builder.config.label
 
     def restore(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
-        """Set the optimizer states of ``parameter``; the caller has already set its value. Averages are dropped if this
-        optimizer has none."""
+        """Set the optimizer states of ``parameter``, whose value is already set. An average is dropped if this run
+        keeps none."""
         if not self._builder.averages:
             states = {key: value for key, value in states.items() if key != AVERAGE}
         if parameter in self._offloaded:
@@ -205,7 +206,8 @@ class StageOptimizer:
         self._host.close()
 
     def add_statistics(self, statistics: SwapStatistics) -> None:
-        """Add the traffic of offloaded parameters, and the time that training waited for weights."""
+        """Add to ``statistics`` the bytes moved for offloaded parameters, and the time that training waited for
+        weights."""
         streamed = self._streamed.take_statistics()
         statistics.bytes_out += streamed.bytes_out
         statistics.bytes_in += streamed.bytes_in
@@ -215,6 +217,6 @@ class StageOptimizer:
 
 
 def _places(parameters: Sequence[nn.Parameter]) -> int:
-    """Return the largest number of tier slots that the states of ``parameters`` use: one for each bucket, and one for a
-    bucket that is being rewritten."""
+    """Return an upper bound of the slots in the offload tier for the states of ``parameters``: one for each bucket, and
+    one for a bucket that is being rewritten."""
     return 1 + sum(parameter.nbytes // STATE_BUCKET_BYTES + 1 for parameter in parameters)

@@ -1,4 +1,4 @@
-"""Where the parameters of a model are: by what patterns and rules of parameter groups select them."""
+"""The places of parameters in a model. The patterns and rules of parameter groups select parameters by their place."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import nn
 
 
 class ParameterPlace(NamedTuple):
-    """A parameter in its model. ``names``: all of its names, the first of which is that of checkpoints. ``kinds``: the
-    class names of the modules that hold it. ``later``: how many layers follow its own. ``is_output``: it is in the
-    model's last module with parameters, and not an embedding's."""
+    """The place of a parameter in its model. ``names``: all names of the parameter; checkpoints use the first.
+    ``kinds``: the class names of the modules that hold it. ``later``: the number of layers after its own.
+    ``is_output``: whether it is in the model's last module with parameters, and not an embedding."""
 
     names: tuple[str, ...]
     kinds: tuple[str, ...]
@@ -26,7 +26,7 @@ class ParameterPlace(NamedTuple):
 
 
 def places_of(model: nn.Module) -> Iterator[ParameterPlace]:
-    """Yield the place of each parameter; a shared parameter has one place with several names."""
+    """Yield the place of each parameter. A shared parameter has one place with several names."""
     names: dict[nn.Parameter, list[str]] = {}
     kinds: dict[nn.Parameter, list[str]] = {}
     last: frozenset[nn.Parameter] = frozenset()
@@ -46,9 +46,9 @@ def places_of(model: nn.Module) -> Iterator[ParameterPlace]:
 
 
 def _layers(names: Sequence[str]) -> list[int]:
-    """Return the layer of each name, in the order of the model. Each distinct prefix up to the first number is one
-    layer (``layers.3``). Names before the first numbered one are in layer 0, and unnumbered names after it in the last
-    layer."""
+    """Return the layer number of each name, in the order of the model. Names with the same prefix up to their first
+    number (``layers.3``) are one layer. Names before the first numbered one are in layer 0, and unnumbered names after
+    it in the last layer."""
     numbered = [re.match(r"(?:\D*\.)?\d+(?=\.)", name) for name in names]
     beginnings = list(dict.fromkeys(each[0] for each in numbered if each is not None))
     found, after = [], 0

@@ -1,17 +1,17 @@
 """The optimizer on the device: torch's own step, or a step bucket by bucket for two-byte weights and sharded states.
 
-torch's step updates all parameters at once. Two cases differ. Two-byte weights are stepped as fp32 copies, the masters;
-their gradients are converted to fp32 one bucket at a time, to save memory. And replicas may shard the states: each
-replica steps the parameters that it owns and broadcasts the new weights (ZeRO stage 1; Rajbhandari et al. 2020, section
-5.1), so each of ``r`` replicas holds 1/r of states and masters.
+torch's step updates all parameters at once. Two cases need buckets. Two-byte weights are stepped as fp32 copies, the
+master weights, and their gradients are converted to fp32 one bucket at a time, to save memory. And replicas may shard
+the states: each replica steps the parameters that it owns and broadcasts the new weights (ZeRO stage 1; Rajbhandari et
+al. 2020, section 5.1), so each of ``r`` replicas holds 1/r of the states and master weights.
 
 ::
 
     replica 0    step A ─▶ step B ─▶┐ broadcast A, B ─▶ receive C, D           (A … D: buckets, of one owner each)
     replica 1    step C ─▶ step D ─▶┘ receive A, B ──▶ broadcast C, D
 
-Both are bit-identical to the plain step: the buckets are those of the offloaded optimizer
-(:mod:`parallax.swap.optimizer.buckets`), whose result does not depend on bucket boundaries.
+Both give the same bits as torch's step: the offloaded optimizer uses the same buckets
+(:mod:`parallax.swap.optimizer.buckets`), and the result does not depend on their boundaries.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ UPDATE_BUCKET_BYTES = 32 * 2**20
 
 
 class DeviceOptimizer:
-    """Steps ``parameters`` in the groups of ``optimizer``. ``exchange`` assigns states to the replicas that shard
-    them. ``divides``: a bucket may have a part of a parameter."""
+    """Steps ``parameters`` on the device, in the parameter groups of ``optimizer``. ``exchange`` assigns each parameter
+    to the replica that holds its states. ``divides``: whether a bucket may hold a part of a parameter."""
 
     def __init__(
         self,
@@ -73,15 +73,15 @@ class DeviceOptimizer:
             optimizer.state.clear()
 
     def set_factor(self, factor: float) -> None:
-        """Set the factor of all learning rates in the next step."""
+        """Set the factor by which the next step multiplies all learning rates."""
         self._rates.set(factor)
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=False)
 
     def step(self, corrections: Sequence[GradientCorrection]) -> None:
-        """Update all parameters with gradients that the correction of their ``clip_group`` has changed. All replicas
-        that shard states call it."""
+        """Update all parameters. Gradients are first changed by the entry of ``corrections`` for their parameter's
+        ``clip_group``. If replicas shard the states, all of them call it."""
         if not self._buckets:
             self._correct(corrections)
             self.optimizer.step()
@@ -112,8 +112,8 @@ class DeviceOptimizer:
         return owns(self._exchange, parameter)
 
     def states(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the states of ``parameter``, including its fp32 weights (``master``) if the parameter has two-byte
-        weights; empty if another replica steps it."""
+        """Return the optimizer states of ``parameter``, including its fp32 weights (``master``) if it has two bytes per
+        element; empty if another replica steps it."""
         if self._buckets:
             return joined(
                 (part for bucket in self._buckets for part in bucket.copies(parameter)), parameter
@@ -121,7 +121,7 @@ class DeviceOptimizer:
         return as_tensors(self.optimizer.state.get(parameter, {}), self._counters.of(parameter))
 
     def restore(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
-        """Set the optimizer states of ``parameter``; the caller has already set its value."""
+        """Set the optimizer states of ``parameter``, whose value is already set."""
         if self._buckets and self.owns(parameter):
             for bucket in self._buckets:
                 bucket.restore(parameter, states)
@@ -140,7 +140,7 @@ class DeviceOptimizer:
         return sum(value.nbytes for value in states if isinstance(value, Tensor))
 
     def reset(self) -> None:
-        """Drop all optimizer states. The caller then sets weights and states anew."""
+        """Drop all optimizer states. The caller then sets new weights and states."""
         self.optimizer.state.clear()
         self._counters.reset()
         for bucket in self._buckets:
@@ -148,13 +148,13 @@ class DeviceOptimizer:
 
 
 def _is_short(parameter: Tensor) -> bool:
-    """Whether the parameter's type is too short for optimizer steps (two bytes)."""
+    """Whether the parameter has a two-byte type, which is too short for optimizer steps."""
     return stepped_in(parameter.dtype) is not parameter.dtype
 
 
 def _like(parameter: Tensor, value: Tensor) -> Tensor:
-    """Return a copy of the state ``value`` on the parameter's device, with the parameter's strides, because fused
-    kernels traverse both in memory order."""
+    """Return a copy of the state ``value`` with the device and the strides of ``parameter``: fused kernels traverse
+    both in memory order."""
     if value.shape != parameter.shape:
         return value.to(parameter.device, copy=True)
     return torch.empty_like(parameter, dtype=value.dtype).detach().copy_(value)

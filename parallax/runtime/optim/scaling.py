@@ -1,10 +1,10 @@
 """Loss scaling: keeps the gradients of a step in the range of fp16, and decides which steps are skipped.
 
 The smallest gradients of a model are below 6e-8, where fp16 rounds to zero, and the largest far below 65504, its
-maximum. So the loss is multiplied by a factor, which multiplies every gradient, and the optimizer divides by it before
-it clips and steps. The best factor is the largest without overflows. It is doubled after many good steps, and halved
-after an overflow, whose step is skipped (Micikevicius et al. 2018, section 3.2). Factors are powers of two, so scaling
-is exact.
+maximum. So the loss, and with it every gradient, is multiplied by a factor. The optimizer divides the gradients by this
+factor before it clips them. The best factor is the largest without overflows. The factor is doubled after many good
+steps, and halved after an overflow, whose step is skipped (Micikevicius et al. 2018, section 3.2). Factors are powers
+of two, so scaling is exact.
 
 An overflow anywhere makes the norm over all gradients Inf or NaN. All ranks agree on that norm for clipping anyway, so
 all skip the same steps and have the same factor without further communication.
@@ -37,8 +37,8 @@ PATIENCE = 16  # overflows in a row with a constant factor: as many as halve the
 
 
 class LossScale:
-    """The loss scale for ``precision``: a configured constant; dynamic in fp16; otherwise 1. With a scale of 1, an
-    overflow of the loss or a gradient is an error. ``skips``: the number of consecutive steps that may be skipped; 0
+    """The factor of the loss under ``precision``: a configured constant, or dynamic in fp16, or 1. With a factor of 1,
+    an overflow of the loss or a gradient is an error. ``skips``: the number of consecutive steps that may be skipped; 0
     for the default."""
 
     def __init__(self, precision: PrecisionConfig, skips: int = 0) -> None:
@@ -52,9 +52,9 @@ class LossScale:
         self._good = self._bad = 0  # steps in a row
 
     def accepts(self, loss: float, norm: float) -> bool:
-        """Return whether a step is accepted, given its loss and the norm of all gradients, both divided by the factor.
-        If not, the caller drops its gradients. Every rank calls it once a step with the same numbers. Raises
-        :class:`NonFiniteError` if no more steps may be skipped."""
+        """Return whether the step is accepted. ``loss`` and ``norm``, the norm of all gradients, are already divided by
+        the factor. If the step is not accepted, the caller drops its gradients. Every rank calls this once a step with
+        the same numbers. Raises :class:`NonFiniteError` if no more steps may be skipped."""
         if norm < float("inf") and abs(loss) < float("inf"):
             self._good, self._bad = self._good + 1, 0
             if self._dynamic and self._good >= GROWTH_STEPS:
@@ -86,8 +86,8 @@ class LossScale:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the state that :meth:`state` returned. A configured constant factor stays, and a dynamic factor is
-        not replaced by the constant of the saved run."""
+        """Restore the state that :meth:`state` returned. A constant factor in this run's settings stays. A dynamic
+        factor is not replaced by the constant factor of the saved run."""
         self.skipped = int(state.get("skipped", 0))
         if self._limit:
             self._bad = int(state.get("bad_steps", 0))
@@ -109,9 +109,9 @@ class LossScale:
 
 @dataclass(frozen=True)
 class GradientCorrection:
-    """The correction of gradients before a step. Gradients are ``scale`` times too large, so they are divided by it,
-    and clipped to ``clip_norm`` as torch.nn.utils does (0: no clipping). ``norm``: their global norm after the
-    division. Afterwards each element is bounded to ``clip_value`` (0: no bound)."""
+    """The correction of gradients before a step. They are divided by ``scale``, then clipped to the norm ``clip_norm``
+    as torch.nn.utils does (0: no clipping), and then each element is bounded by ``clip_value`` (0: no bound). ``norm``:
+    the global gradient norm after the division."""
 
     norm: Tensor
     clip_norm: float
@@ -120,14 +120,14 @@ class GradientCorrection:
 
     @property
     def coefficient(self) -> Tensor | None:
-        """The factor, on the device of the norm; None if it is 1."""
+        """The factor by which gradients are multiplied, on the device of ``norm``; None if it is 1."""
         if self.clip_norm > 0:
             return torch.clamp(self.clip_norm / (self.norm + 1e-6), max=1.0) / self.scale
         return torch.full_like(self.norm, 1 / self.scale) if self.scale != 1 else None
 
     @property
     def of_bucket(self) -> Correction:
-        """The correction for the gradients of a bucket."""
+        """The same correction in the form that buckets use."""
         return Correction(self.coefficient, self.clip_value)
 
     def apply(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -145,8 +145,9 @@ class GradientCorrection:
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the norm of all ``gradients``, on their device. Squares are summed in fp32 at least, because those of fp16
-    overflow and bf16 has two digits. For other types the norm is bit-identical to torch.nn.utils.get_total_norm."""
+    """Return the norm over all ``gradients``, on their device. Squares are summed in fp32 at least, because squares in
+    fp16 overflow, and those in bf16 have only two digits. For other types the norm is bit-identical to
+    torch.nn.utils.get_total_norm."""
     if all(gradient.dtype.itemsize >= 4 for gradient in gradients):
         return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
     found: dict[int, Tensor] = {}
@@ -168,7 +169,7 @@ def by_kind(tensors: Iterable[T]) -> list[list[T]]:
 
 
 def numbers(*tensors: Tensor) -> list[float]:
-    """Return the values of tensors of one element each, with only one synchronization of each device."""
+    """Return the values of one-element ``tensors``, with a single synchronization for each device."""
     if len({tensor.device for tensor in tensors}) == 1:
         found: list[float] = torch.stack([tensor.double() for tensor in tensors]).tolist()
         return found

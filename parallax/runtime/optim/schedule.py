@@ -1,4 +1,4 @@
-"""The settings of a learning-rate schedule: the base of the options of ``schedule=``."""
+"""The settings of a learning-rate schedule, the base class of the options of ``schedule=``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _HEIGHTS = " ▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Registered):
-    """A learning-rate schedule: the factor of every group's learning rate at each step. It depends on the step alone,
-    so a resumed run continues it. The base class of the dataclasses of ``schedule=``.
+    """A learning-rate schedule, which gives the factor of all learning rates at each step. The factor depends on the
+    step alone, so a resumed run continues the schedule. This is the base class of the dataclasses of ``schedule=``.
 
-    ``unit``: what the schedule counts: ``steps``, or ``epochs``, in which the rate is constant within an epoch.
-    ``warmup``: the number of them in which the rate rises linearly from near zero, before the schedule begins.
-    ``epoch_steps``: the steps of an epoch; 0: they follow from the number of rows.
+    ``unit``: what the schedule counts: ``steps``, or ``epochs``, with a constant rate within an epoch. ``warmup``: for
+    how many steps or epochs the rate rises linearly from near zero, before the schedule begins. ``epoch_steps``: the
+    steps of an epoch; 0 derives them from the number of rows.
     """
 
     package: ClassVar[str] = "parallax.runtime.optim.schedules"
@@ -36,10 +36,11 @@ class ScheduleConfig(Registered):
 
     @abc.abstractmethod
     def after_warmup(self, position: int, length: int) -> float:
-        """Return the factor at ``position`` (from 0) of the ``length`` that follow the warm-up, at least 1."""
+        """Return the factor at ``position`` (from 0) among the ``length`` units after the warm-up. ``length`` is at
+        least 1."""
 
     def factor(self, step: int, steps: int) -> float:
-        """Return the factor of ``step`` (from 0) in a run of ``steps``."""
+        """Return the factor at ``step`` (from 0) in a run of ``steps`` steps."""
         if self.unit == "epochs":
             self.check(steps)
             step, steps = step // self.epoch_steps, math.ceil(steps / self.epoch_steps)
@@ -48,7 +49,7 @@ class ScheduleConfig(Registered):
         return self.after_warmup(step - self.warmup, max(1, steps - self.warmup))
 
     def check(self, steps: int) -> None:
-        """Raise :class:`ConfigError` if a run of ``steps`` cannot have this schedule."""
+        """Raise :class:`ConfigError` if a run of ``steps`` steps cannot have this schedule."""
         if self.unit == "epochs" and not self.epoch_steps:
             raise ConfigError(
                 "schedule.unit=epochs: the number of rows is unknown, so epochs have no length; set "
@@ -62,7 +63,7 @@ class ScheduleConfig(Registered):
 
 
 def curve(schedule: ScheduleConfig, steps: int, width: int = 48) -> str:
-    """Return the factors over a run as a line of bars, of which the highest is the greatest factor."""
+    """Return the factors over a run as one line of ``width`` bars; the highest bar is the largest factor."""
     count = min(width, steps)
     places = [round(i * (steps - 1) / max(1, count - 1)) for i in range(count)]
     factors = [schedule.factor(place, steps) for place in places]

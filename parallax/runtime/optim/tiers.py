@@ -1,4 +1,5 @@
-"""Open the stores of one rank's offload tier, each with the capacity that the plan assigns to it."""
+"""Open the stores of one rank's offload tier (host memory or disk), each with the capacity that the plan assigns to
+it."""
 
 from __future__ import annotations
 
@@ -25,10 +26,10 @@ PAGE_BYTES = 4096
 
 class Tiers:
     """Opens stores in the offload ``tier`` for the ``stages`` of one rank on ``device``. ``trains``: False for a rank
-    that only runs forwards. ``divides``: whether its optimizer may step parts of a parameter.
+    that only runs forwards. ``divides``: whether the rank's optimizer may step parts of a parameter.
 
-    Raises :class:`PlanError` if the exact bytes of a store's content exceed the plan's: the plan is for another model,
-    optimizer or precision, or was edited.
+    Raises :class:`PlanError` if a store needs more bytes than the plan assigns to it: the plan was made for another
+    model, optimizer or precision, or it was edited.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class Tiers:
         return self._open(sum(stage.tier_bytes for stage in self._stages if stage.offloads))
 
     def open_states(self, needed: int, slots: int) -> Store | None:
-        """Open a store for ``needed`` bytes of optimizer states in ``slots`` slots; return None if the optimizer steps
-        states in place in the tier."""
+        """Open a store with ``slots`` slots for ``needed`` bytes of optimizer states. Return None if the optimizer
+        steps the states in place in the tier."""
         given = sum(stage.state_bytes for stage in self._stages)
         self._check("the optimizer's states", needed, given)
         return None if tier_named(self._tier).steps else self._open(given + PAGE_BYTES * slots)
@@ -66,9 +67,9 @@ class Tiers:
         share: float,
         blocks: Iterable[Iterable[nn.Parameter]],
     ) -> OffloadedParameters:
-        """Open a store for offloaded parameters. ``share``: the fraction of the parameters of the blocks ``indices`` to
-        offload; ``blocks`` yields the parameters block by block. In training the store also holds the gradients, and
-        for one block new values beside the old ones."""
+        """Open a store for the offloaded parameters of the blocks ``indices``. ``share``: the fraction of these blocks'
+        parameters to offload. ``blocks`` yields the parameters to offload, block by block. In training the store also
+        holds the gradients and, for one block at a time, new values beside the old ones."""
         described = [
             offloadable(chain, index, chain.blocks[index].module, self._device) for index in indices
         ]

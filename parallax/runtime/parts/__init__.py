@@ -1,2 +1,2 @@
-"""Checkpoints whose parts are on several nodes: which are complete, which files to copy, and which start of a run may
-save."""
+"""Checkpoints whose files are spread over several nodes: which are complete, which files must be copied, and which
+start of a run may save."""

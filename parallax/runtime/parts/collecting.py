@@ -1,8 +1,8 @@
-"""Copy the files of a checkpoint that ranks of this node need and that are on another node.
+"""Copy to this node the files of a checkpoint that its ranks need and that are on another node.
 
-Nodes without a shared directory each have the files of their own ranks. A run that resumes may need others: a parameter
-that two stages share, the states that one replica holds for all, or all files if ranks have moved to other nodes. The
-files are copied over the network into the node's own folder::
+Nodes without a shared directory each have the files of their own ranks. A run that resumes may need more files: of a
+parameter that two stages share, of optimizer states that one replica holds for all replicas, or of ranks that have
+moved to another node. The files are copied over the network into the node's own folder::
 
     node a    stage-00 ──copied, where a rank of node b needs a tensor of it──> node b    stage-00, stage-01
 """
@@ -33,8 +33,8 @@ _Done = TypeVar("_Done")
 
 
 def collect(directory: Path, names: Iterable[str], groups: DirectoryGroups) -> None:
-    """Copy the files with tensors of the parameters ``names`` that this rank needs and its node lacks. Every rank of
-    torch's world calls it. Tensors that no node has stay missing."""
+    """Copy the files that this rank needs and its node lacks, for the tensors of the parameters ``names``. Every rank
+    of torch's default group calls it. Tensors that no node has stay missing."""
     if groups.shared:
         return
     lacking, files = zip(
@@ -56,13 +56,14 @@ def collect(directory: Path, names: Iterable[str], groups: DirectoryGroups) -> N
 def _search(
     reader: CheckpointReader, names: Iterable[str], groups: DirectoryGroups
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the tensors that this rank lacks, and tensor → file for those that its hosts' shared directory has."""
+    """Return the full names of the tensors that this node lacks. On the leader of the node, also return tensor name →
+    file for the tensors that the node has; on other ranks, an empty mapping."""
     return reader.missing(names), reader.files() if groups.leads else {}
 
 
 class _Copy:
-    """The copy of one file from the rank ``holder`` to the ranks ``takers``. All ranks synchronize after each part, so
-    that failures reach all, and no wait exceeds the timeout of collectives."""
+    """Copies one file from the rank ``holder`` to the ranks ``takers``. All ranks synchronize after each part of the
+    file, so that every rank learns of a failure, and no wait exceeds the timeout of collectives."""
 
     def __init__(self, path: Path, holder: int, takers: Collection[int], rank: int) -> None:
         self._path, self._holder, self._takers = path, holder, sorted(takers)
@@ -89,7 +90,8 @@ class _Copy:
         return 0
 
     def _move(self, left: int) -> None:
-        """Copy the next ``left`` bytes. A rank whose file fails keeps sending or receiving, and raises at the end."""
+        """Copy the next ``left`` bytes. A rank whose file cannot be read or written keeps sending or receiving, and
+        raises at the end."""
         failure: OSError | None = None
         file = self._file
         while file is not None and left:

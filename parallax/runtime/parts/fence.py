@@ -1,8 +1,8 @@
 """Fencing: only the latest start of a run may complete a checkpoint.
 
-A run that a network partition has divided, or that was stopped for a while, may continue after the run has been started
-again. It must not overwrite the newer checkpoints. So every start writes its fencing token into the folder of the
-checkpoints, and a start that finds a later token there completes no checkpoint.
+A run may be started again while ranks of an earlier start are still alive, cut off by a network partition or stopped
+for a while. If these ranks continue, they must not overwrite the newer checkpoints. So every start writes its own
+fencing token into the folder of the checkpoints, and a start that finds a later token there completes no checkpoint.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ _TOKEN_FILE = "last-start.json"
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """The fencing ``token`` of one start of a run, and the time at which it ``started``. Equal on all ranks."""
+    """The fencing ``token`` of one start of a run, and the time at which it ``started``. Both are equal on all
+    ranks."""
 
     token: str
     started: float
 
     @classmethod
     def new(cls, directory: Path) -> Fence:
-        """Return the fence of a new start, later than the start whose token is in ``directory``."""
+        """Return the fence of a new start. Its token is later than the token in ``directory``."""
         return cls(secrets.token_hex(16), max(time.time(), _time_of(_read(directory)) + 1.0))
 
     def hold(self, directory: Path) -> None:
-        """Write this start's token into ``directory`` if the folder exists. Raises :class:`LaterStartError` if it holds
-        the token of a later start."""
+        """Write the token into ``directory``, if that exists. Raises :class:`LaterStartError` if it contains the token
+        of a later start."""
         found = _read(directory)
         if found.get("token") == self.token or not directory.is_dir():
             return

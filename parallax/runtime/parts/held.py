@@ -1,14 +1,13 @@
-"""Find the checkpoints of which the present nodes together hold all parts, if they share no folder.
+"""Find complete checkpoints if the nodes share no folder: those of which the present nodes together have all parts.
 
-A node may have been lost with its files, have come back with older ones, or be new to the run. A checkpoint is whole if
-each part is on some node::
+A node may be lost together with its files, may have come back with old files, or may be new to the run::
 
     node a    step-20  stage-00, stage-01      step-40  stage-00       step 40: its stage-01 was on b, and is lost
     node c    has just joined                                          step 20: whole; c gets its index, and the
                                                                        files that its ranks need when it is loaded
 
-Of two starts of a run the later one is preferred, even if it has fewer steps, because a network partition left the
-other to train alone.
+If a run was started twice, checkpoints of the later start are preferred, even those with fewer steps: the earlier start
+may have trained alone behind a network partition.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from parallax.runtime.checkpoint.folder import INDEX
 
 @dataclass(frozen=True, slots=True)
 class HeldParts:
-    """A node's part of a checkpoint. ``absent``: name of a tensor that the node lacks → the node that saved it.
-    ``started``: the time at which the run was started."""
+    """A node's part of a checkpoint. ``absent``: name of each tensor that is not on this node → the node that saved it.
+    ``started``: the time of the start that saved the checkpoint."""
 
     digest: str
     started: float
@@ -37,8 +36,8 @@ class HeldParts:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """A complete checkpoint. ``name``: its folder. ``started``: the time at which its run was started. ``holders``: the
-    ranks whose node has its index file."""
+    """A complete checkpoint. ``name``: the name of its folder. ``started``: the time of the start that saved it.
+    ``holders``: the ranks whose node has its index file."""
 
     name: str
     started: float
@@ -48,8 +47,8 @@ class Together:
 def whole_checkpoints(
     directory: Path, groups: DirectoryGroups, nodes: Nodes
 ) -> tuple[list[Together], list[str]]:
-    """Return the checkpoints in ``directory`` of which the nodes have all parts, and messages about the others. The
-    index of each is first written on nodes that lack it. Every rank of torch's world calls it."""
+    """Return the complete checkpoints in ``directory`` over all nodes, and messages about the incomplete ones. Nodes
+    that lack the index of a complete checkpoint get it. Every rank of torch's default group calls it."""
     found = all_gather_result(lambda: _held(directory, nodes) if groups.leads else ({}, []))
     damaged = [line for _, lines in found for line in lines]
     whole, lost = _complete_checkpoints([held for held, _ in found])
@@ -65,7 +64,7 @@ def whole_checkpoints(
 
 
 def _held(directory: Path, nodes: Nodes) -> tuple[dict[str, HeldParts], list[str]]:
-    """Return checkpoint name → this node's part, and messages about damaged parts."""
+    """Return checkpoint name → this node's part of it, and messages about damaged parts."""
     held, damaged = dict[str, HeldParts](), list[str]()
     # A folder without its index is reported as damaged.
     named = {path for path in directory.glob("step-*") if step_of(path) is not None}
@@ -82,7 +81,8 @@ def _held(directory: Path, nodes: Nodes) -> tuple[dict[str, HeldParts], list[str
 def _complete_checkpoints(
     found: Sequence[Mapping[str, HeldParts]],
 ) -> tuple[list[Together], list[str]]:
-    """Return the complete checkpoints, and a message for each incomplete one, latest first."""
+    """Return the complete checkpoints, and a message for each incomplete one, latest first. ``found``: the result of
+    :func:`_held` on each rank."""
     whole, lost = dict[str, Together](), list[str]()
     every = {(name, each.digest) for held in found for name, each in held.items()}
     for name, mark in sorted(every, reverse=True):
@@ -106,8 +106,8 @@ def _complete_checkpoints(
 
 
 def _write_missing_index(directory: Path, wanted: Together, groups: DirectoryGroups) -> None:
-    """Write the index of the checkpoint ``wanted`` on nodes that lack it. If such a node has another checkpoint of that
-    name, its folder is renamed."""
+    """Write the index of the checkpoint ``wanted`` on nodes that lack it. If such a node has another checkpoint with
+    the same name, that folder is renamed first."""
     leaders = sorted(set(groups.leaders))
     if all(rank in wanted.holders for rank in leaders):
         return

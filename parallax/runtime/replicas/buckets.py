@@ -1,4 +1,4 @@
-"""Gradient synchronization of replicas without DDP: buckets that are all-reduced as soon as they are complete."""
+"""Sum the gradients of replicas without DDP, in buckets that are all-reduced as soon as they are complete."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _CONCURRENT = 2  # all-reduces at one time; each holds a copy of its gradients
 
 
 class BucketSync:
-    """All-reduces the gradients of several replicas without DDP. Split backwards need it, because their weight
-    gradients bypass autograd hooks, and so do parameters whose last backward is not announced.
+    """All-reduces the gradients of replicas without DDP. It is used for split backwards, whose weight gradients bypass
+    autograd hooks, and for parameters whose last backward is not known in advance.
 
-    A bucket has ``bucket_bytes``, or up to one parameter more. Buckets are reduced in a fixed order: each one when it
-    and all buckets before it are complete. The type ``short``, if given, is the type in which they are reduced."""
+    A bucket has ``bucket_bytes``, or up to one parameter more. Buckets are reduced in a fixed order: a bucket waits
+    until it and all earlier ones are complete. ``short``: if given, the type in which they are reduced.
+    """
 
     def __init__(
         self,
@@ -53,13 +54,13 @@ class BucketSync:
         return self._place.keys()
 
     def took_part(self, parameter: nn.Parameter) -> bool:
-        """Return whether ``parameter`` has a gradient from a backward, not just the zeros that this class adds. Only
-        valid before :meth:`finish`."""
+        """Return whether a backward has given ``parameter`` a gradient, as opposed to the zeros that this class adds.
+        Call it before :meth:`finish`."""
         return parameter.grad is not None and parameter not in self._zeros
 
     def split(self, pending: Collection[nn.Parameter]) -> Reduced:
-        """Announce that all gradients are complete except those of ``pending``, and reduce the complete buckets. Return
-        a function to call for each parameter in ``pending`` when its gradient is complete."""
+        """Announce that all gradients are final except those of ``pending``, and reduce the complete buckets. Return a
+        function to call with each parameter of ``pending`` when its gradient is final."""
         for parameter in self._place:
             if parameter not in pending:
                 self._left[self._place[parameter]] -= 1

@@ -1,7 +1,7 @@
 """Compress the gradients that replicas exchange: not at all, to two bytes, or as products of two narrow matrices.
 
-The hooks are torch's own for DDP. They average, and gradients here are parts of one sum, so each bucket is first
-multiplied by the number of replicas.
+Compressed reductions use torch's communication hooks for DDP. These hooks average, but replicas' gradients must be
+summed here, so each bucket is first multiplied by the number of replicas.
 """
 
 # No `from __future__ import annotations` here: DDP checks a communication hook's annotations as objects.
@@ -23,7 +23,7 @@ Reduce = Callable[[dist.GradBucket], torch.futures.Future[torch.Tensor]]  # type
 
 
 def reduce_exactly(group: dist.ProcessGroup) -> Reduce:
-    """Return a DDP communication hook that sums over ``group``."""
+    """Return a DDP communication hook that sums over ``group`` without compression."""
 
     def reduce(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
@@ -33,8 +33,8 @@ def reduce_exactly(group: dist.ProcessGroup) -> Reduce:
 
 
 def reduce_as(compress: str, rank: int, group: dist.ProcessGroup, device: torch.device) -> Reduce:
-    """Return a DDP communication hook that sums over ``group`` with the compression ``compress``. ``rank``: number of
-    columns of PowerSGD's matrices."""
+    """Return a DDP communication hook that sums over ``group`` with the compression ``compress``. ``rank``: the number
+    of columns of PowerSGD's matrices."""
     if compress == "none":
         return reduce_exactly(group)
     hook, state = (

@@ -13,16 +13,17 @@ from parallax.runtime.replicas.compress import COMPRESSIONS
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicasConfig:
-    """``compress``: the form in which gradients are summed over the replicas of a stage. none: exact; fp16, bf16: in
-    two bytes, for all-reduces of half the size (fp16 loses gradients below 6e-8); powersgd: matrices as products of
-    two of ``powersgd_rank`` columns, with the error added to the next step's gradients. PowerSGD starts with the
-    third step, and again with the third after a checkpoint, which does not hold the error; it suits long runs whose
-    time is dominated by all-reduces.
+    """``compress``: the form in which gradients are summed over the replicas of a stage. none is exact. fp16 and bf16
+    halve the size of all-reduces (fp16 loses gradients below 6e-8). powersgd approximates each matrix by a product of
+    two matrices of rank ``powersgd_rank``, and adds the error to the next step's gradients. It starts at the third step
+    of a run, and again at the third step after a resume, because checkpoints do not hold the error. It suits long runs
+    whose time is dominated by all-reduces.
 
-    ``batchnorm``: the rows over which a BatchNorm computes statistics. replica: the replica's rows of each micro-batch;
-    sync: the rows of all replicas (two more small all-reduces for each BatchNorm and micro-batch); frozen: none,
-    running statistics stay unchanged while weight and bias train. Except for frozen, results depend on the rows of a
-    micro-batch, and for replica on the number of replicas: set trainer.microbatch to keep them the same.
+    ``batchnorm``: the rows over which a BatchNorm computes statistics. replica uses the replica's rows of each
+    micro-batch. sync uses the rows of all replicas, at the cost of two small all-reduces for each BatchNorm and
+    micro-batch. frozen computes none: running statistics stay unchanged while weight and bias train. Except for frozen,
+    results depend on the size of a micro-batch, which trainer.microbatch fixes; for replica they also depend on the
+    number of replicas.
     """
 
     compress: str = "none"
@@ -35,7 +36,7 @@ class ReplicasConfig:
         check_choice("replicas.batchnorm", self.batchnorm, BATCHNORM)
 
     def check_requested(self, plan: PlanConfig) -> None:
-        """Run :meth:`check` on the planner's settings, as far as they already determine the plan."""
+        """Run :meth:`check` before planning, as far as the planner's settings already determine the plan."""
         counts = plan.replicas if isinstance(plan.replicas, list | tuple) else [plan.replicas]
         if self.compress != "powersgd" or not any(
             isinstance(count, int) and count > 1 for count in counts
@@ -48,8 +49,8 @@ class ReplicasConfig:
 
     def check(self, plan: Plan, *, drops: bool = False) -> None:
         """Raise :class:`PlanError` if ``plan`` cannot run with these settings. PowerSGD needs all gradients of a
-        backward at once, on the device of every replica, and no step may be dropped. ``drops``: steps may be skipped.
-        """
+        backward at the same time, on the device of every replica, and it allows no skipped steps. ``drops``: whether
+        steps may be skipped."""
         most = max(stage.replicas for stage in plan.stages)
         if self.compress != "powersgd" or most == 1:
             return
@@ -68,8 +69,9 @@ class ReplicasConfig:
         self._check_whole(plan.schedule.name if plan.schedule.splits else "", offloads)
 
     def _check_whole(self, split: str, offloads: bool) -> None:
-        """Raise :class:`PlanError` for PowerSGD. ``split``: the schedule, if it splits backwards; ``offloads``: whether
-        parameters are offloaded."""
+        """Raise :class:`PlanError` if PowerSGD cannot have all gradients of a backward at once on the device.
+        ``split``: the name of the schedule if it splits backwards, else "". ``offloads``: whether parameters are
+        offloaded."""
         if split or offloads:
             why = f"the backwards of {split} are split" if split else "parameters are offloaded"
             raise PlanError(

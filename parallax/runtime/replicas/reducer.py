@@ -1,9 +1,9 @@
-"""torch DDP as the reducer of one stage's replicas, made to sum instead of average, once per step.
+"""Uses the reducer of torch DDP for one stage's replicas, with sums instead of averages, once per step.
 
-DDP's forward is never called: blocks run on their own, and DDP's hooks ignore every backward until the reducer is
-prepared for one. That is done right before the last micro-batch's backward (as in torch's own pipelining), so the
-all-reduce of the accumulated gradients overlaps with it and happens exactly once. This file alone uses the two private
-names for it: ``reducer.prepare_for_backward``, and ``reducer._rebuild_buckets``, which DDP's own forward would call.
+DDP's forward is never called. DDP's hooks ignore every backward until the reducer is prepared for one. This is done
+right before the backward of the last micro-batch (as in torch's own pipelining), so the all-reduce of the accumulated
+gradients overlaps with this backward, and happens exactly once. Only this file uses the two private names that this
+needs: ``reducer.prepare_for_backward``, and ``reducer._rebuild_buckets``, which DDP's own forward would call.
 """
 
 # No `from __future__ import annotations` here: DDP checks a communication hook's annotations as objects.
@@ -24,8 +24,8 @@ from parallax.runtime.replicas.config import ReplicasConfig
 
 @cache  # once per process
 def touch_reducer() -> None:
-    """Construct and discard a DDP reducer of a tiny module, in a process with an initialised world: the first one loads
-    torch's compiler."""
+    """Construct and discard a DDP reducer of a tiny module, because the first reducer of a process loads torch's
+    compiler. torch.distributed must be initialised."""
     DistributedDataParallel(
         nn.Linear(1, 1), init_sync=False
     )  # makes a reducer without communication
@@ -33,7 +33,7 @@ def touch_reducer() -> None:
 
 class _HookState:
     """The state of the communication hook. The reducer holds it for its lifetime, so it must not hold the reducer: the
-    garbage collector could not see that cycle."""
+    garbage collector could not free that cycle."""
 
     def __init__(self, reduce: Reduce) -> None:
         self.reduce = reduce
@@ -48,9 +48,9 @@ def _sum(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
 
 
 class ReplicaSync:
-    """Sums the gradients of several replicas with DDP's reducer, compressed as in ``config``, but without PowerSGD if
-    no backward was announced. The gradients are views of the reducer's buckets, of ``bucket_bytes``, so large buckets
-    use no more memory."""
+    """Sums the gradients of replicas with DDP's reducer, compressed as ``config`` says. If no backward was announced,
+    gradients are summed without PowerSGD. The gradients are views of the reducer's buckets, so ``bucket_bytes`` does
+    not affect memory."""
 
     def __init__(
         self,
@@ -87,14 +87,14 @@ class ReplicaSync:
         return self._state.all_reduces + self._unannounced.all_reduces
 
     def arm(self) -> None:
-        """Prepare the reducer for a backward."""
+        """Prepare the reducer for the next backward."""
         self._armed, self._state.numbers = True, 0
         self._fired.clear()
         self._ddp.reducer.prepare_for_backward([])
 
     def ended(self) -> None:
-        """Add zero gradients for parameters that the backward did not use: other replicas may have used them, and their
-        buckets need all replicas."""
+        """Add zero gradients for parameters that the backward did not use. Other replicas may have used them, and a
+        bucket is reduced only when all replicas have completed it."""
         missing = (
             [p for p in self._parameters.values() if id(p) not in self._fired]
             if self._armed
@@ -110,12 +110,12 @@ class ReplicaSync:
         return id(parameter) in self._used
 
     def disarm(self) -> None:
-        """Withdraw the announcement; gradients are then reduced in :meth:`finish`."""
+        """Withdraw the announcement of a backward; :meth:`finish` then reduces the gradients."""
         self._armed = False
 
     def finish(self) -> float:
-        """Finish the reduction and return the seconds spent waiting. If a backward was announced, check that all
-        gradients were reduced in it; otherwise reduce them now, in the same order on all ranks."""
+        """Finish the reduction and return the seconds spent waiting. If a backward was announced, check that it has
+        reduced all gradients. Otherwise reduce them now, in the same order on all ranks."""
         start = time.perf_counter()
         if not self._armed:
             self._unannounced.finish()
@@ -145,8 +145,8 @@ class ReplicaSync:
 
 
 def _note(*sets: set[int]) -> Reduced:
-    """Return a hook that records its parameter's id: parameters hold their hooks, so a hook must not hold
-    parameters."""
+    """Return a gradient hook that adds the parameter's id to ``sets``. It records ids because parameters hold their
+    hooks, so a hook must not hold a parameter."""
 
     def note(parameter: torch.Tensor) -> None:
         for each in sets:

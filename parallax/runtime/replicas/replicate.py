@@ -1,4 +1,4 @@
-"""Sums of gradients over replicas and over stages that share a parameter, and optimizer states that replicas share."""
+"""Sum gradients over replicas, and over stages that share a parameter; and shard optimizer states over replicas."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ from parallax.swap.parameters.offloaded import OffloadedParameters
 class GradientSync(Protocol):
     """Sums the gradients of one rank's stages over their replicas.
 
-    :meth:`arm` announces the last backward of a stage; for split backwards :meth:`split` announces the last
-    weight-gradient pass instead.
+    Call :meth:`arm` before the last backward of a stage or, if backwards are split, :meth:`split` before the last
+    weight-gradient pass; and :meth:`ended` after it.
     """
 
     @property
     def all_reduces(self) -> int:
-        """All-reduces of replicated gradients so far."""
+        """Number of all-reduces of replicated gradients so far."""
 
     def arm(self, stage: int) -> None:
-        """Announce the step's last backward of ``stage``: reduce each bucket as soon as it is complete."""
+        """Announce the last backward of ``stage`` in this step, so that each bucket is reduced as soon as it is
+        complete."""
 
     def ended(self, stage: int) -> None:
-        """Announce that the announced backward or pass has ended, so that gradients of unused parameters are complete
-        too."""
+        """Announce that the last backward or weight-gradient pass of ``stage`` has ended, so that the gradients of
+        unused parameters are final too."""
 
     def split(self, stage: int, pending: Collection[nn.Parameter]) -> Reduced:
-        """Announce that all gradients of ``stage`` are final except those of ``pending``. Return a function to call for
-        each parameter in ``pending`` when its gradient is final."""
+        """Announce that all gradients of ``stage`` are final except those of ``pending``. Return a function to call
+        with each parameter of ``pending`` when its gradient is final."""
 
     def disarm(self) -> None:
         """Withdraw the announcement of a backward that failed or did not happen."""
@@ -54,9 +55,9 @@ class GradientSync(Protocol):
 
 
 class NoSync:
-    """Gradient sync of a single replica: nothing is summed. In the last backward of a stage, ``reduced`` is called with
-    each parameter as soon as its gradient is final. The hooks exist only for this backward, because each costs a call
-    into Python."""
+    """Gradient sync without replicas: nothing is summed. During the last backward of a stage, ``reduced`` is called
+    with each parameter as soon as its gradient is final. This needs hooks, which exist only for this backward, because
+    each hook costs a call into Python."""
 
     all_reduces = 0
 
@@ -80,13 +81,13 @@ class NoSync:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._notify))
 
     def ended(self, stage: int) -> None:
-        """Remove the hooks. No parameter waits for a gradient."""
+        """Remove the hooks."""
         del stage
         self.disarm()
 
     def split(self, stage: int, pending: Collection[nn.Parameter]) -> Reduced:
-        """Call the constructor's ``reduced`` for each parameter of ``stage`` that is not in ``pending``. Return a
-        function to call for each parameter in ``pending`` when its gradient is final; it calls ``reduced``."""
+        """Call ``reduced``, the constructor's function, for each parameter of ``stage`` outside of ``pending``. Return
+        a function to call with each parameter of ``pending`` when its gradient is final; it calls ``reduced`` too."""
         mine = set(self._parameters.get(stage, ()))
 
         def ready(parameter: torch.Tensor) -> None:
@@ -108,13 +109,13 @@ class NoSync:
 
 
 class StageGradientSync:
-    """Sums the gradients of all stages of one pipeline rank over several replicas. ``parts``: stage → the sync that
-    reduces its gradients in its last backward. ``late``: the sync of parameters that several stages of this rank use;
-    it is not known which backward is their last, so they are reduced at the end of the step.
+    """Sums the gradients of all stages of one pipeline rank over its replicas. ``parts``: stage → the sync that reduces
+    the stage's gradients during its last backward. ``late``: the sync of parameters that several stages of this rank
+    use, which reduces them at the end of the step, because it is not known which backward is their last.
 
     A parameter that no replica has ever used must have no gradient, as in a single process: with a zero gradient,
-    weight decay would change it. As long as there may be such parameters, the replicas compare in each step which ones
-    they have used.
+    weight decay would change it. So as long as there are unused parameters, the replicas compare after each step which
+    ones they have used.
     """
 
     def __init__(
@@ -167,19 +168,19 @@ class StageGradientSync:
 
 
 class SyncStep(Protocol):
-    """A synchronization that follows the reduction of a rank's own gradients; it may start in a step's last
-    backward."""
+    """A synchronization that follows the sum of a rank's own gradients. It may start during the last backward of a
+    step."""
 
     @property
     def all_reduces(self) -> int:
-        """All-reduces of replicated gradients so far."""
+        """Number of all-reduces of replicated gradients so far."""
 
     def arm(self, stage: int, pending: Collection[nn.Parameter] | None = None) -> None:
-        """Announce the step's last backward of ``stage``, or its last weight-gradient pass. All gradients of the stage
-        are final before it, except those of ``pending``."""
+        """Announce the last backward of ``stage`` in this step, or its last weight-gradient pass. In the latter, only
+        the gradients of ``pending`` still change."""
 
     def ended(self, stage: int) -> None:
-        """Announce that this backward or pass has ended."""
+        """Announce that the last backward or weight-gradient pass of ``stage`` has ended."""
 
     def run(self) -> None:
         """Run the synchronization."""
@@ -197,7 +198,7 @@ class StatisticsAverage:
         self._norms = norms
 
     def arm(self, stage: int, pending: Collection[nn.Parameter] | None = None) -> None:
-        """No-op: the work is done in :meth:`run`."""
+        """No-op: :meth:`run` does all work."""
 
     def ended(self, stage: int) -> None:
         """No-op: nothing was started."""
@@ -211,11 +212,11 @@ class StatisticsAverage:
 
 
 class SharedSum:
-    """Sums the gradients of parameters that several stages hold, after each stage has summed over its replicas.
+    """Sums the gradients of parameters that several stages hold, after each stage has summed them over its replicas.
 
-    One replica of each stage contributes, the others contribute zeros, so nothing is rescaled. A parameter that no
-    stage has ever used must have no gradient: as long as there may be such parameters, the stages compare in each step
-    which ones they have used.
+    One replica of each stage contributes its gradient and the others contribute zeros, so the sum is not rescaled. A
+    parameter that no stage has ever used must have no gradient. So as long as there are unused parameters, the stages
+    compare after each step which ones they have used.
     """
 
     all_reduces = 0
@@ -227,7 +228,7 @@ class SharedSum:
         self._unused = set(shared)
 
     def arm(self, stage: int, pending: Collection[nn.Parameter] | None = None) -> None:
-        """No-op: the work is done in :meth:`run`."""
+        """No-op: :meth:`run` does all work."""
 
     def ended(self, stage: int) -> None:
         """No-op: nothing was started."""
@@ -247,11 +248,11 @@ class SharedSum:
             dist.all_reduce(parameter.grad, group=group)
 
     def forget(self) -> None:
-        """No-op: nothing is under way."""
+        """No-op: nothing is running."""
 
 
 class ChainedSync:
-    """A gradient sync, followed by further synchronizations in order."""
+    """A gradient sync that is followed by further synchronizations, in order."""
 
     def __init__(self, inner: GradientSync, following: Sequence[SyncStep]) -> None:
         self._inner, self._following = inner, following
@@ -282,7 +283,7 @@ class ChainedSync:
             each.forget()
 
     def finish(self) -> float:
-        """Reduce the rank's own parameters, then run the further synchronizations; return the seconds spent waiting."""
+        """Reduce the rank's own gradients, then run the further synchronizations; return the seconds spent waiting."""
         waited = self._inner.finish()
         start = time.perf_counter()
         for each in self._following:
@@ -311,11 +312,11 @@ class SharedStates:
             loads[owner] += parameter.nbytes
 
     def owner(self, parameter: torch.Tensor) -> int:
-        """Return the replica that ``parameter`` is assigned to."""
+        """Return the replica that owns ``parameter``."""
         return self._owner[parameter]
 
     def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether ``parameter`` is assigned to this replica."""
+        """Whether this replica owns ``parameter``."""
         return self._owner[parameter] == self._replica
 
     def broadcast(self, parameter: torch.Tensor, tensors: list[torch.Tensor]) -> None:
@@ -330,8 +331,9 @@ class SharedStates:
 def sync_for(
     stage: Stage, mesh: Mesh, reduced: Reduced, config: ReplicasConfig, *, split: bool
 ) -> GradientSync:
-    """Return the gradient sync for all stages of a rank. ``reduced`` is called for each gradient that is final before
-    :meth:`GradientSync.finish`. ``split``: backwards are split. :meth:`ReplicasConfig.check` has accepted the plan."""
+    """Return the gradient sync for all stages of a rank. ``reduced`` is called with each parameter whose gradient is
+    final before :meth:`GradientSync.finish`. ``split``: whether backwards are split. :meth:`ReplicasConfig.check` must
+    have accepted the plan."""
     trained = {
         n: t
         for n, t in stage.named_tensors().items()
@@ -369,8 +371,8 @@ def sync_for(
 def _streamed_sum(
     stage: Stage, mesh: Mesh, config: ReplicasConfig, *, alone: bool
 ) -> Iterator[StreamedSum]:
-    """Yield the gradient sum of offloaded parameters, if there are any; ``alone``: no other sum runs in the
-    backward."""
+    """Yield the sync for gradients of offloaded parameters, if the stage has such parameters. ``alone``: no other
+    gradients are summed during the backward."""
     streamed = stage.offloaded
     if mesh.streamed is None or mesh.replicas is None:
         return

@@ -1,9 +1,10 @@
-"""Gradients of offloaded parameters, summed over the replicas of a rank's stages while the last backward runs, or the
-last weight-gradient pass.
+"""Sum the gradients of offloaded parameters over replicas while the last backward (or the last weight-gradient pass)
+runs.
 
-Gradients become final block by block and are then offloaded, so they are summed before that, in buckets, through two
-permanent buffers. If no buffer is free, a gradient is offloaded unsummed, and read back when its bucket is next. So the
-backward waits neither for other replicas nor for the tier. ::
+Gradients become final block by block, and are then offloaded. Before that, they are copied into one of two permanent
+buffers, each of which holds the bucket of one all-reduce. If no buffer is free, a gradient is offloaded without being
+summed, and read back when a buffer is free. So the backward waits neither for other replicas nor for the offload tier.
+::
 
     backward    │ block 3 ──▶ buffer 0 │ block 2 ──▶ buffer 1 │ block 1 ──▶ tier │
     all-reduce              │ bucket 0            │ bucket 1            │ bucket 2 (read from the tier)
@@ -46,7 +47,7 @@ class _BucketState(enum.Enum):
 
 @dataclass(slots=True)
 class _BucketRun:
-    """Consecutive segments of one parameter, and their offset in the bucket."""
+    """Consecutive segments of one parameter, and their offset in a bucket."""
 
     parameter: nn.Parameter
     segments: list[ParameterSegment]
@@ -57,7 +58,7 @@ class _BucketRun:
         return self.segments[-1].stop - self.segments[0].start
 
     def view(self, flat: Tensor) -> Tensor:
-        """Return the run's part of the bucket ``flat``."""
+        """Return the run as a view of ``flat``, the bucket's memory."""
         return flat[self.offset : self.offset + self.numel]
 
 
@@ -72,8 +73,9 @@ class _Read(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _GradientBucket:
-    """The gradients of one all-reduce. ``buffer``: the index of its buffer. ``pending``: parameters whose gradients are
-    not yet complete in this step. ``given``: segments that the backward has copied into the buffer."""
+    """The gradients of one all-reduce. ``buffer``: the index of the buffer that it uses. ``pending``: the parameters
+    whose gradients are not yet final in this step. ``given``: the segments that the backward has copied into the
+    buffer."""
 
     runs: list[_BucketRun]
     dtype: torch.dtype
@@ -91,7 +93,7 @@ class _GradientBucket:
         return self.runs[-1].offset + self.runs[-1].numel
 
     def place(self, run: _BucketRun, segment: ParameterSegment) -> Tensor:
-        """Return the segment's part of the bucket."""
+        """Return the memory of ``segment``, a part of ``run``, in the bucket."""
         assert self.flat is not None
         start = run.offset + segment.start - run.segments[0].start
         return self.flat[start : start + segment.stop - segment.start]
@@ -105,13 +107,14 @@ class _GradientBucket:
 
 
 class StreamedSum:
-    """Sums the gradients of ``members``, the parameters of each stage of the rank, over ``group``. No other code may
-    use this group meanwhile. Buckets have ``bucket_bytes``, and are summed in the type ``short`` if given. ``other``:
-    another group of the same ranks. Without ``beside`` everything is summed after the backward: NCCL needs the
-    collectives of several groups in one order on all ranks, and here their order depends on timing.
+    """Sums the gradients of offloaded parameters over ``group``, which no other code may use at the same time.
+    ``members``: stage → its parameters. ``short``: the type in which gradients are summed; None for their own type.
+    ``other``: another group of the same ranks. Without ``beside``, all sums follow the backward. This is needed with
+    NCCL, which requires collectives of several groups in one order on all ranks, while the order of these sums depends
+    on timing.
 
-    A parameter that no replica has ever used must have no gradient. So the replicas compare after the backward which
-    parameters they have used, and then also sum those used for the first time.
+    A parameter that no replica has ever used must have no gradient. So after the backward the replicas compare which
+    parameters they have used, and also sum those used for the first time.
     """
 
     def __init__(
@@ -148,8 +151,8 @@ class StreamedSum:
         self.all_reduces = 0
 
     def arm(self, stage: int, pending: Collection[nn.Parameter] | None = None) -> None:
-        """Announce the step's last backward of ``stage``. For split backwards, announce its last weight-gradient pass,
-        in which only the gradients of ``pending`` change."""
+        """Announce the last backward of ``stage`` in this step. For split backwards, announce its last weight-gradient
+        pass, in which only the gradients of ``pending`` still change."""
         if not self._beside:
             return
         if not self._begun:
@@ -159,12 +162,12 @@ class StreamedSum:
         self._streamed.sink = self
 
     def ended(self, stage: int) -> None:
-        """Announce that this backward or pass has ended, so that gradients of unused parameters of ``stage`` are
-        complete too."""
+        """Announce that the last backward or weight-gradient pass of ``stage`` has ended, so that the gradients of its
+        unused parameters are final too."""
         self._complete(self._members[stage])
 
     def _complete(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Mark the gradients of ``parameters`` as complete."""
+        """Mark the gradients of ``parameters`` as final."""
         self._streamed.sink = None
         for bucket in (*self._active, *self._waiting):
             bucket.pending.difference_update(parameters)
@@ -172,8 +175,8 @@ class StreamedSum:
             self._advance()
 
     def accept(self, parameter: nn.Parameter, total: Tensor) -> Collection[ParameterSegment]:
-        """Copy segments of the gradient ``total`` into their bucket's buffer if it has one; return the copied
-        segments."""
+        """Copy the gradient ``total`` of ``parameter`` into the buffers of its buckets, as far as these have one.
+        Return the segments that were copied."""
         flat, taken = total.view(-1), set[ParameterSegment]()
         for bucket, run in self._of.get(parameter, ()):
             if parameter not in bucket.pending:
@@ -190,13 +193,13 @@ class StreamedSum:
         return taken
 
     def accepted(self, parameter: nn.Parameter) -> None:
-        """Mark the gradient of ``parameter`` as complete, so that its offloaded segments can be read."""
+        """Mark the gradient of ``parameter`` as final, so that its offloaded segments can be read."""
         for bucket, _ in self._of.get(parameter, ()):
             bucket.pending.remove(parameter)
         self._advance()
 
     def run(self) -> None:
-        """Finish all sums and write them to the offload tier."""
+        """Finish all sums, and write them to the offload tier."""
         if not self._begun:
             self._begin(self._buckets)
         self._complete(self._trained)
@@ -240,7 +243,8 @@ class StreamedSum:
                 self._of.setdefault(run.parameter, []).append((bucket, run))
 
     def _divide(self, parameters: Iterable[nn.Parameter]) -> list[_GradientBucket]:
-        """Return buckets of ``parameters``, each of one type. A parameter that fits into a bucket is not split."""
+        """Return the buckets for ``parameters``, each with gradients of one type. A parameter that fits into a bucket
+        is not divided."""
         found: list[_GradientBucket] = []
         free_bytes = 0
         for parameter in parameters:
@@ -284,8 +288,8 @@ class StreamedSum:
                 )
 
     def _catch_up(self) -> None:
-        """Join, with zeros, the all-reduces that other ranks started in an aborted step, so that all ranks have started
-        the same number."""
+        """After an aborted step, join with zeros the all-reduces that other ranks have started in it, so that all ranks
+        have started the same number."""
         if self._unfinished is None:
             return
         begun, self._unfinished = len(self._unfinished), None
@@ -314,7 +318,7 @@ class StreamedSum:
             self._advance()
 
     def _open(self) -> bool:
-        """Give the next bucket its buffer if that is free; return whether it was."""
+        """Give the next waiting bucket its buffer if that buffer is free; return whether it was."""
         if not self._waiting or any(b.buffer == self._waiting[0].buffer for b in self._active):
             return False
         bucket = self._waiting.popleft()
@@ -325,12 +329,12 @@ class StreamedSum:
         return True
 
     def _move(self, bucket: _GradientBucket, *, wait: bool = False) -> bool:
-        """Advance a bucket by one state; return whether it advanced. With ``wait`` it always does."""
+        """Advance ``bucket`` to its next state; return whether it advanced. With ``wait``, wait until it does."""
         with torch.no_grad():
             return _MOVES[bucket.state](self, bucket, wait)
 
     def _read(self, bucket: _GradientBucket, wait: bool) -> bool:
-        """Start to read the offloaded segments."""
+        """Start to read the offloaded segments of ``bucket``."""
         gradient, missing = self._streamed.gradient, list(bucket.missing())
         if bucket.pending or not (
             wait or all(gradient(run.parameter).is_written(segment) for run, segment in missing)
@@ -350,8 +354,8 @@ class StreamedSum:
         return True
 
     def _launch(self, bucket: _GradientBucket, wait: bool) -> bool:
-        """Start the all-reduce of ``bucket`` and return True; False if an earlier bucket's all-reduce has not started.
-        With ``wait``, wait for the bucket's reads; without it, return False while they run."""
+        """Start the all-reduce of ``bucket`` and return True. Return False if an earlier bucket's all-reduce has not
+        started or, unless ``wait`` is set, if reads of this bucket are still running."""
         before = itertools.takewhile(lambda each: each is not bucket, self._active)
         if any(
             each.state in (_BucketState.FILLING, _BucketState.READING) for each in before
@@ -370,7 +374,7 @@ class StreamedSum:
         return True
 
     def _write(self, bucket: _GradientBucket, wait: bool) -> bool:
-        """Start to write the sums."""
+        """Start to write the sums of ``bucket`` to the offload tier."""
         assert bucket.work is not None
         assert bucket.flat is not None
         if not (wait or bucket.work.is_completed()):
@@ -386,7 +390,7 @@ class StreamedSum:
         return True
 
     def _close(self, bucket: _GradientBucket, wait: bool) -> bool:
-        """Free the bucket's buffer for the next bucket."""
+        """Free the buffer of ``bucket`` for the next bucket."""
         if not (wait or all(written.has_ended() for written, _ in bucket.writes)):
             return False
         self._active.remove(bucket)
@@ -420,6 +424,6 @@ _MOVES: dict[_BucketState, Callable[[StreamedSum, _GradientBucket, bool], bool]]
 
 
 def _fitting(segments: Sequence[ParameterSegment], free_bytes: int) -> int:
-    """Return how many of the first ``segments`` fit into ``free_bytes``; at least one."""
+    """Return how many of the first ``segments`` fit into ``free_bytes``, but at least one."""
     sizes = itertools.accumulate(map(bytes_of, segments))
     return max(1, sum(1 for size in sizes if size <= free_bytes))

@@ -1,4 +1,4 @@
-"""Memory accounting of a swap manager: bytes held, and statistics of transfers."""
+"""Count the bytes that a swap manager holds, and collect statistics of its transfers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parallax.swap.stores.store import Pending, Store
 
 
 class MemoryAccounting:
-    """Bytes that a manager holds on the device and in ``store``, and the statistics of its transfers."""
+    """The bytes that a swap manager holds on the device and in ``store``, and the statistics of its transfers."""
 
     def __init__(self, store: Store, limit_bytes: int) -> None:
         self._store, self.limit_bytes = store, limit_bytes
@@ -33,15 +33,17 @@ class MemoryAccounting:
             )
 
     def sample(self) -> None:
-        """Append a sample if one is due."""
+        """Append a sample of the held bytes to the statistics if one is due."""
         if self._now.sample_is_due():
             self._now.append_sample(
                 time.perf_counter(), self.resident_bytes, self._store.slots.used_bytes
             )
 
     def count_transfer(self, transfer: Pending, size: int, micro: int, *, out: bool) -> None:
-        """Count a transfer that has ended, or that the device's stream waits for. ``out``: from the device to the
-        store."""
+        """Count a transfer of ``size`` bytes that has ended or that the device's stream waits for.
+
+        ``out`` is True for a transfer from the device to the store.
+        """
         self._timed.append(transfer)
         whole, part = self._now, self._now.of_micro(micro)
         if out:
@@ -55,19 +57,19 @@ class MemoryAccounting:
         self._now.bytes_cancelled += size
 
     def count_decision(self, reason: str, size: int) -> None:
-        """Count a saved tensor of ``size`` bytes under the ``reason`` why it was evicted or kept."""
+        """Count a saved tensor of ``size`` bytes under ``reason``, the reason why it was evicted or kept."""
         decisions = self._now.decisions
         tensors, total = decisions.get(reason, (0, 0))
         decisions[reason] = tensors + 1, total + size
 
     def count_record(self, record: Record, reason: str) -> None:
-        """Count a record by ``reason`` unless it was counted before."""
+        """Count a record under ``reason`` unless it has been counted before."""
         if record.uncounted_reason:
             self.count_decision(reason, record.size)
             record.uncounted_reason = ""
 
     def wait_for(self, transfer: Pending, micro: int) -> None:
-        """Wait for ``transfer`` and count the seconds."""
+        """Wait for ``transfer`` and add the waiting time to the statistics of micro-batch ``micro``."""
         start = time.perf_counter()
         try:
             transfer.wait()
@@ -78,12 +80,12 @@ class MemoryAccounting:
             self.stall_seconds += seconds
 
     def time_finished(self) -> None:
-        """Add up the seconds of counted transfers that have ended on the device."""
+        """Add the durations of counted transfers that have ended on the device to the statistics."""
         while self._timed and self._timed[0].done():
             self._now.transfer_seconds += self._timed.popleft().seconds()
 
     def budget_exceeded(self, size: int) -> BudgetExceeded:
-        """Return the error to raise if ``size`` more bytes do not fit and nothing can be evicted."""
+        """Return the error for the case that ``size`` more bytes do not fit and that nothing can be evicted."""
         return BudgetExceeded(
             f"the device may hold {format_bytes(self.limit_bytes)} of offloaded activations; "
             f"{format_bytes(self.resident_bytes)} are in use by the running backward and {format_bytes(size)} more are "

@@ -1,4 +1,4 @@
-"""Evicts records from the device to the store."""
+"""Evict saved activations from the device to the store."""
 
 from __future__ import annotations
 
@@ -18,27 +18,30 @@ _LEAD = 8  # once memory is short, 1/8 of the limit is evicted ahead of need, be
 
 
 class _HeldCopies:
-    """Device copies of evicted records that other code still references. Their bytes count until the references end."""
+    """Device copies of evicted records that other code still references.
+
+    Their memory counts as used until it is freed.
+    """
 
     def __init__(self) -> None:
         self._watched: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
 
     def add(self, watch: weakref.ref[torch.UntypedStorage], size: int) -> None:
-        """Count ``size`` bytes for as long as ``watch`` is alive."""
+        """Count ``size`` bytes until the storage that ``watch`` references is freed."""
         self._watched.append((watch, size))
 
     def __len__(self) -> int:
         return len(self._watched)
 
     def take_freed_bytes(self) -> int:
-        """Return the bytes of the copies that lost their last reference since the last call."""
+        """Return the bytes of device copies that have been freed since the last call."""
         before = sum(size for _, size in self._watched)
         self._watched = [(watch, size) for watch, size in self._watched if watch() is not None]
         return before - sum(size for _, size in self._watched)
 
 
 class Evictor:
-    """Evicts the records of one swap manager, which calls it with its lock held."""
+    """Evicts the records (saved storages) of one swap manager. The manager holds its lock during all calls."""
 
     def __init__(
         self,
@@ -55,11 +58,11 @@ class Evictor:
 
     @property
     def idle(self) -> bool:
-        """Whether no write is under way and no freed copy is still referenced."""
+        """Whether no write is running and no other code references the device copy of an evicted record."""
         return not (self.writing or self._held)
 
     def evict(self, record: Record) -> None:
-        """Begin to write a record; if that fails, the record stays in its queue."""
+        """Begin to write a record to the store. If that raises an error, the record stays in its queue."""
         self._transfers.write(record)
         self.has_evicted = True
         self._queues.remove(record)
@@ -69,17 +72,17 @@ class Evictor:
         self._accounting.sample()
 
     def keep(self, record: Record) -> None:
-        """Cancel the write of a record that is needed again, or keep its device copy if the write has begun."""
+        """Keep the device copy of a record that is needed again, and cancel its write if that has not begun."""
         record.wanted = True
         self._queues.unmark_evicting(record)
         if self._transfers.cancel_write(record):
             self._queues.mark_loaded(record)
 
     def evict_kept(self, size: int) -> None:
-        """Evict kept records, oldest first, until ``size`` more bytes fit once the writes have ended.
+        """Evict records that were kept on the device, oldest first, until ``size`` more bytes will fit after the
+        writes.
 
-        A further eighth of the limit is evicted ahead of need, so that the next save does not wait for a whole
-        write.
+        A further eighth of the limit is evicted ahead of need, so that the next save does not wait for a whole write.
         """
         missing = self._accounting.resident_bytes + size - self._accounting.limit_bytes
         while (
@@ -94,11 +97,11 @@ class Evictor:
                 return  # the tier is full; eviction ahead of need is optional
 
     def evict_fresh(self, *, writable: bool) -> bool:
-        """Evict one record of the running operator; return whether there was one.
+        """Evict one record that the running operator has saved; return whether there was one.
 
-        With ``writable``, records of non-differentiable tensors may be evicted too, although the operator may still
-        write into them without detection. A write into a differentiable tensor raises its version, and autograd rejects
-        it.
+        The operator may still write into a saved tensor. For a differentiable tensor, the write changes its version,
+        and autograd raises an error. For other tensors the write would be missed, so they are evicted only if
+        ``writable``.
         """
         record = next(
             (record for record in self._queues.fresh if writable or record.differentiable), None
@@ -109,7 +112,7 @@ class Evictor:
         return True
 
     def drop_upcoming(self) -> bool:
-        """Drop the device copy of the prefetched, unused record that is needed last; return whether there was one."""
+        """Drop one prefetched record from the device, the one that is needed last; return whether there was one."""
         if not self._queues.upcoming:
             return False
         record = next(reversed(self._queues.upcoming))
@@ -125,7 +128,7 @@ class Evictor:
         return True
 
     def drop_used(self) -> bool:
-        """Drop the least recently used record from the device; return whether memory was freed or a write began."""
+        """Drop the least recently used record from the device; return whether memory was freed or a write has begun."""
         while self._queues.used:
             record = next(iter(self._queues.used))
             self._queues.remove(record)
@@ -137,7 +140,9 @@ class Evictor:
         return False
 
     def free_copy(self, record: Record) -> bool:
-        """Free the record's device copy; return False if other code still references it."""
+        """Release the device copy of a record; return False if other code
+        still references it, so that no memory is freed.
+        """
         self._queues.unmark_evicting(record)
         assert record.storage is not None
         watch = weakref.ref(record.storage)
@@ -149,7 +154,7 @@ class Evictor:
         return True
 
     def finish_writes(self) -> None:
-        """Free the device copies whose writes or last references have ended."""
+        """Free the device copies of records whose writes have ended, and count copies that other code has released."""
         if self._held and (freed := self._held.take_freed_bytes()):
             self._accounting.add_resident(-freed)
         while self.writing:

@@ -1,7 +1,8 @@
-"""Saved-tensor hooks: autograd's saved tensors inside :func:`offloading` pass through the swap manager.
+"""Saved-tensor hooks that pass autograd's saved tensors to the swap manager, inside the context :func:`offloading`.
 
-Hooks switch off autograd's check that a saved tensor was not changed in place. So the check is made here, for kept
-and offloaded tensors alike, with torch's own message."""
+With hooks, autograd no longer checks that a saved tensor was not changed in place. So these hooks make the check, with
+torch's own message, for tensors that stay on the device and for offloaded ones.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ _FEW = 2048  # number of living saved tensors above which their histories are no
 class _KeptTensor:
     """A saved tensor that stays on the device.
 
-    It is detached. Otherwise the history of a saved output would hold this object, and this object the history: a cycle
-    that no garbage collector sees. A leaf has no history, and is kept itself, so that a later assignment to its
-    ``.data`` takes effect, as it does without hooks.
+    A tensor with autograd history is detached. Otherwise the history of a saved output would reference this object, and
+    this object the history: a cycle that no garbage collector finds. A leaf has no history and is not detached, so that
+    a later assignment to its ``.data`` takes effect, as it does without hooks.
     """
 
     __slots__ = ("tensor", "version")
@@ -43,8 +44,8 @@ class _MovedTensor:
     """A saved tensor whose storage may be offloaded.
 
     ``_counter`` is a tensor that shares the version counter of the saved tensor. So a change in place is detected even
-    if the bytes are offloaded or the change was made through another view. It is the record's alias or, if the storage
-    was saved before as another tensor, an empty tensor.
+    if the bytes are offloaded or the change was made through another view. It is the alias that the record holds or, if
+    the storage was already saved through another tensor, an empty tensor.
     """
 
     __slots__ = ("_counter", "_entry", "_layout", "_leaf", "_manager", "_version")
@@ -117,8 +118,10 @@ class _Offloading(torch.autograd.graph.saved_tensors_hooks):
 def offloading(
     manager: SwapManager, selector: Selector, micro: int
 ) -> torch.autograd.graph.saved_tensors_hooks:
-    """Return the hooks context for a block's forward: its saved activations belong to micro-batch ``micro`` and may be
-    offloaded."""
+    """Return the saved-tensor hooks for a block's forward, under which its activations may be offloaded.
+
+    The activations belong to micro-batch ``micro``; ``selector`` chooses the tensors that may be offloaded.
+    """
     return _Offloading(manager, selector, micro)
 
 

@@ -1,8 +1,8 @@
 """The swap manager: offloads saved activations when they are saved or when memory is short, and prefetches them.
 
-A record stands for one storage, not one tensor. Views and aliases share a storage, so no byte is copied twice and
-every stride is restored. Autograd keeps a record alive through the :class:`Entry` that claims it. So a second
-unpack finds the record, and a graph without a backward frees it.
+A record stands for one storage, not one tensor. Views and aliases share a storage, so no byte is copied twice and every
+stride is restored. The saved tensor in autograd's graph holds an :class:`Entry`, which keeps the record alive. So a
+second backward finds the record, and a graph that is freed without a backward frees its records.
 
 ::
 
@@ -12,24 +12,22 @@ unpack finds the record, and a graph without a backward frees it.
         └─────▶ KEPT ──────┘ memory is short                                           │
                   └──────────────────────── fetch, unpack ─────────────────────────────┘
 
-``limit_bytes`` bounds the bytes of records on the device. If a new record does not fit, the manager takes the
-first of these steps that frees memory:
+``limit_bytes`` bounds the bytes of records on the device. If a new record does not fit, the manager takes the first of
+these steps that frees memory:
 
-1. free device copies whose writes have ended
-2. evict kept records, oldest first
-3. wait for writes (back-pressure)
-4. evict records that the policy prefers to keep
-5. drop records that were prefetched and not used yet
-6. drop records that were used and may be used again (a shared storage, a retained graph)
+1. free device copies whose writes have ended 2. evict kept records, oldest first 3. wait for writes (back-pressure) 4.
+evict records that the policy prefers to keep 5. drop records that were prefetched and not used yet 6. drop records that
+were used and may be used again (a shared storage, a retained graph)
 
-If none is possible, it raises :class:`~parallax.errors.BudgetExceeded` with the arithmetic.
+If no step frees memory, the manager raises :class:`~parallax.errors.BudgetExceeded` with the arithmetic.
 :class:`~parallax.swap.activations.policy.Policy` decides which records are kept and how early they are prefetched.
 
-A caller that knows the next micro-batch calls ``fetch``. Otherwise the first use of a micro-batch's records
-prefetches the others.
+A caller that knows the next micro-batch calls ``fetch`` to prefetch its records. Otherwise the first use of one of
+these records prefetches the others.
 
-If the policy evicts only when memory is short, :class:`~parallax.swap.activations.queues.FastPath` skips the
-record queues until then."""
+If the policy evicts only when memory is short, :class:`~parallax.swap.activations.queues.FastPath` skips the record
+queues until then.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +56,7 @@ _FITS = "kept within the limit"
 
 
 class SwapManager:
-    """Moves the storages of micro-batches between the device and one store."""
+    """Moves the storages of saved activations between the device and one store."""
 
     def __init__(
         self,
@@ -96,7 +94,7 @@ class SwapManager:
         self._fast_path.active = self._may_use_fast_path
 
     def after_fork(self) -> None:
-        """Replace the lock, which another thread of the parent may have held."""
+        """Replace the lock in a forked child, because another thread of the parent may have held it."""
         self._lock = threading.RLock()
 
     @property
@@ -106,7 +104,10 @@ class SwapManager:
 
     @property
     def limit_bytes(self) -> int:
-        """Bytes that records may hold on the device. If the limit is lowered, records are evicted at the next save."""
+        """The most bytes of saved storages on the device.
+
+        If the limit is lowered, some are evicted at the next save.
+        """
         return self._accounting.limit_bytes
 
     @limit_bytes.setter
@@ -115,17 +116,17 @@ class SwapManager:
 
     @property
     def record_count(self) -> int:
-        """Number of storages that living graphs have saved."""
+        """Number of storages that autograd graphs have saved and not freed yet."""
         return len(self._records)
 
     @property
     def empty(self) -> bool:
-        """Whether no graph claims any record."""
+        """Whether no autograd graph needs any saved storage."""
         return len(self._records) <= len(self._unclaimed)
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes that records hold on the device now."""
+        """Bytes of saved storages that are on the device now."""
         with self._lock:
             with contextlib.suppress(SwapError):  # save, fetch and load report it
                 self._collect_ended()
@@ -133,12 +134,14 @@ class SwapManager:
 
     @property
     def resident_bytes_at_most(self) -> int:
-        """Upper bound of :attr:`resident_bytes`, cheaper to read: transfers that have ended may still be counted."""
+        """Upper bound of :attr:`resident_bytes` that is cheaper to read:
+        records whose write has ended may still be counted.
+        """
         return self._accounting.resident_bytes
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes in use in the store now."""
+        """Bytes of the store that are in use now."""
         with self._lock:
             with contextlib.suppress(SwapError):
                 self._collect_ended()
@@ -147,13 +150,14 @@ class SwapManager:
     def save(
         self, tensor: Tensor, micro: int, operation: int | None = None
     ) -> tuple[Entry, Tensor | None]:
-        """Keep the bytes of a saved tensor's storage recoverable. If the storage has no record yet, one is made, and
-        evicted or kept as the policy decides. Return a claim on the record and, only if the record is new and keeps an
-        alias of ``tensor``, that alias.
+        """Make the storage of a saved tensor recoverable, and return an entry that keeps it so.
+
+        A storage that has no record yet gets one, which is evicted or kept as the policy decides. The second result is
+        an alias of ``tensor`` if the record is new and holds one, otherwise None.
 
         ``operation`` identifies the operator that saves. Some operators write into tensors that they have saved (the
-        noise of ``rrelu``, running statistics). So while memory suffices, no record of an operator is evicted before
-        the next operator saves, or :meth:`settle` is called.
+        noise of ``rrelu``, running statistics). So as long as memory suffices, an operator's records are not evicted
+        before the next operator saves or :meth:`settle` is called.
         """
         with self._lock:
             if self.closed:
@@ -206,7 +210,10 @@ class SwapManager:
             self._queues.append(record, self._queues.fresh)
 
     def _begin_operation(self, known: Record | None) -> None:
-        """Make the records of the previous operator evictable, except ``known`` if this operator saved it as well."""
+        """Make the records that the previous operator saved evictable.
+
+        ``known`` is excluded if it is such a record, because the new operator has saved it as well.
+        """
         if known is not None and known in self._queues.fresh:
             self._queues.remove(known)
             self._settle()
@@ -215,14 +222,17 @@ class SwapManager:
             self._settle()
 
     def settle(self) -> None:
-        """Make all records evictable. The caller asserts that no operator is running that saved one."""
+        """Make all records evictable.
+
+        The caller guarantees that no operator that saved one of them is still running.
+        """
         with self._lock:
             if self._queues.fresh and not self.closed:
                 self._settle()
             self._operation = None
 
     def fetch(self, micro: int) -> None:
-        """Begin to prefetch the records of a micro-batch, last saved first, as far as the limit allows."""
+        """Begin to prefetch the records of micro-batch ``micro``, last saved first, as far as the limit allows."""
         with self._lock:
             if self.closed:
                 raise tier_closed()
@@ -233,7 +243,7 @@ class SwapManager:
             self._prefetcher.start_reads(self._evictor.evict_kept)
 
     def load(self, entry: Entry) -> torch.UntypedStorage:
-        """Return the storage of an entry, on the device and ready for the device's current stream."""
+        """Return the storage that ``entry`` keeps, on the device and ready for the device's current stream."""
         with self._lock:
             record = entry.record
             self._collect_ended()
@@ -257,7 +267,7 @@ class SwapManager:
             return origin
 
     def _reload(self, record: Record) -> None:
-        """Bring a record back to the device that was evicted or is being evicted."""
+        """Bring a record back to the device, whether it is offloaded or being written."""
         if record.state is State.KEPT:
             record.state = State.LOADED
         elif record.state is State.QUEUED:
@@ -269,7 +279,7 @@ class SwapManager:
             self._transfers.read(record)
 
     def count_kept(self, reason: str, size: int) -> None:
-        """Count a saved tensor that is not passed to :meth:`save`, by its reason."""
+        """Count a saved tensor of ``size`` bytes that is not passed to :meth:`save`, under ``reason``."""
         with self._lock:
             self._accounting.count_decision(reason, size)
         relieve_memory(size)
@@ -294,8 +304,10 @@ class SwapManager:
             self._prefetcher.clear()
 
     def _settle(self) -> None:
-        """Keep or begin to evict every fresh record. If a write fails, the remaining records stay fresh for the next
-        call."""
+        """Keep or begin to evict all records of the operator that has ended.
+
+        If a write raises an error, the remaining records are handled by the next call.
+        """
         fresh = self._queues.fresh
         while fresh:
             self._decide(next(iter(fresh)))
@@ -312,7 +324,10 @@ class SwapManager:
             self._evictor.evict(record)
 
     def _mark_used(self, record: Record) -> None:
-        """Note a use of a record; the first use in a micro-batch begins to prefetch the others."""
+        """Record a use of a record.
+
+        The first use in a micro-batch begins to prefetch the micro-batch's other records.
+        """
         if not record.used:
             self._accounting.count_record(record, record.uncounted_reason)
             if self._preferences is not None:
@@ -323,7 +338,7 @@ class SwapManager:
             self._begin_backward(record.batch)
 
     def _begin_backward(self, batch: Batch) -> None:
-        """Begin to prefetch a micro-batch; records saved for it later form a new :class:`Batch`."""
+        """Begin to prefetch a micro-batch. Records saved under the same number later form a new :class:`Batch`."""
         batch.prefetching = True
         if self._open.get(batch.micro) is batch:
             del self._open[batch.micro]
@@ -359,7 +374,7 @@ class SwapManager:
             self._collect_ended()
 
     def _collect_ended(self) -> None:
-        """Account for claims, transfers and external references that ended since the last call."""
+        """Update the accounting for entries, transfers and external references that ended since the last call."""
         if self._fast_path.active:
             self._fast_path.collect_ended(self._open)
             return
@@ -386,7 +401,7 @@ class SwapManager:
             self._evictor.has_evicted = False
 
     def _release(self, record: Record) -> None:
-        """Free the bytes of an unclaimed record that no transfer touches."""
+        """Free the bytes of a record that no graph needs and no transfer uses."""
         if record.slot is not None:
             self._transfers.free_slot(record)
         if record.storage is not None:

@@ -1,7 +1,7 @@
-"""Policy of a swap manager: which tensors are evicted first, which are kept, and how early they are prefetched.
+"""The policy of a swap manager: which saved tensors are evicted first, which are kept, and when they are prefetched.
 
 The settings are those of IBM's Large Model Support (TFLMS: ``n_tensors``, ``lb``; later ``swapout_threshold``,
-``swapin_ahead``, ``swapin_groupby``). They override decisions that the limit would make.
+``swapin_ahead``, ``swapin_groupby``).
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from parallax.swap.activations.records import Batch, Record
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Preferences of a :class:`~parallax.swap.activations.manager.SwapManager`. Its ``limit_bytes`` takes precedence:
-    records that a preference keeps are evicted before the limit is exceeded.
+    """Preferences of a :class:`~parallax.swap.activations.manager.SwapManager` within its ``limit_bytes``.
+
+    The limit takes precedence: tensors that a preference keeps are evicted before the limit is exceeded.
 
     ``eager``: evict tensors as soon as they are saved. Otherwise evict them only when memory is short, in the order of
     saving (the first saved is needed last), so that nothing moves if everything fits.
@@ -46,13 +47,18 @@ class Policy:
         check_positive("swapin_groupby", self.swapin_groupby)
 
     def preferences(self) -> Preferences | None:
-        """Return an object that applies these settings to one manager; None if the limit alone decides."""
+        """Return an object that applies these settings in one manager.
+
+        None if all settings except ``eager`` have their defaults.
+        """
         return None if Policy(eager=self.eager) == self else Preferences(self)
 
 
 class Preferences:
-    """Applies a policy to records. A record is recognised by its index and size within its micro-batch, because every
-    training step saves the same tensors."""
+    """Applies a policy to the records of one manager.
+
+    Every training step saves the same tensors, so a record is recognised by its index and size within its micro-batch.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -67,7 +73,7 @@ class Preferences:
         return size == record.size and distance < policy.swapout_threshold
 
     def note_use(self, record: Record, clock: int) -> None:
-        """Note the first use of a record, after ``clock`` records were saved."""
+        """Record the first use of a record. ``clock`` is the number of records saved before that use."""
         batch = record.batch
         batch.passed = max(batch.passed, batch.need_index(record) + 1)
         batch.uses[record.ordinal] = (record.size, clock - record.clock)
@@ -75,13 +81,16 @@ class Preferences:
             self.learn(batch)
 
     def learn(self, batch: Batch) -> None:
-        """Remember the uses of the saved tensors of a micro-batch that has ended, to predict those of the next. A
-        micro-batch without uses is ignored."""
+        """Remember when the saved tensors of a finished micro-batch were used, to predict the uses in the next
+        micro-batch.
+
+        A micro-batch without uses is ignored.
+        """
         if batch.uses:
             self._known, batch.uses = batch.uses, {}
 
     def is_due(self, record: Record) -> bool:
-        """Whether a record, or its group, may be prefetched now."""
+        """Whether a record may be prefetched now, with its group."""
         if self._policy.swapin_ahead is None:
             return True
         return (
@@ -90,8 +99,9 @@ class Preferences:
         )
 
     def group_bytes(self, record: Record) -> int:
-        """Return the bytes that are still to be read for the group of ``record``, the next record in the order of
-        use."""
+        """Return the bytes still to be read for the group of ``record``,
+        which is the next record in the order of use.
+        """
         total = 0
         for other in itertools.islice(record.batch.waiting, self._policy.swapin_groupby):
             total += other.size if self._group(other) == self._group(record) else 0

@@ -1,4 +1,4 @@
-"""Prefetches records to the device in the order of use."""
+"""Prefetch offloaded records (saved storages) to the device, in the order of use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parallax.swap.activations.transfers import Transfers
 
 
 class Prefetcher:
-    """Begins the next reads as early as the policy and the limit allow."""
+    """Begins reads of offloaded records as early as the policy and the limit allow."""
 
     def __init__(
         self,
@@ -30,24 +30,24 @@ class Prefetcher:
 
     @property
     def has_reads(self) -> bool:
-        """Whether records wait to be read."""
+        """Whether any records are queued for prefetching."""
         return bool(self._batches)
 
     def add(self, batch: Batch) -> None:
-        """Queue the offloaded records of ``batch`` after those queued before."""
+        """Queue the offloaded records of ``batch`` behind all queued batches."""
         if batch.waiting:
             # Prefetched records will use all memory up to the limit.
             relieve_memory(coming=self._accounting.limit_bytes - self._accounting.resident_bytes)
             self._batches.append(batch)
 
     def requeue(self, record: Record) -> None:
-        """Queue a dropped record before all others."""
+        """Queue a record that was dropped from the device. It comes before all other records of its batch."""
         record.batch.waiting.appendleft(record)
         if record.batch not in self._batches:
             self._batches.insert(0, record.batch)
 
     def remove(self, batch: Batch) -> None:
-        """Remove ``batch``, because no graph claims its records any more."""
+        """Remove ``batch`` from the queue, because no autograd graph needs its records any more."""
         batch.waiting.clear()
         if batch in self._batches:
             self._batches.remove(batch)
@@ -59,7 +59,10 @@ class Prefetcher:
         self._batches.clear()
 
     def start_reads(self, evict_kept: Callable[[int], None]) -> None:
-        """Begin the next reads that fit. ``evict_kept(size)`` evicts kept records for ``size`` bytes."""
+        """Begin the next reads that fit.
+
+        ``evict_kept(size)`` makes room: it evicts records kept on the device until ``size`` bytes are free.
+        """
         for batch in self._batches[:]:
             fits = self._start_reads_of(batch, evict_kept)
             if not batch.waiting:
@@ -68,7 +71,7 @@ class Prefetcher:
                 return
 
     def _start_reads_of(self, batch: Batch, evict_kept: Callable[[int], None]) -> bool:
-        """Begin the reads of one micro-batch that are due; return whether all of them fit."""
+        """Begin the reads of one micro-batch that the policy allows now; return False if one of them does not fit."""
         while batch.waiting:
             record = batch.waiting[0]
             alive = record.claim() is not None

@@ -1,4 +1,4 @@
-"""Record queues of the swap manager, and the fast path without them while every record fits."""
+"""Queues of records (saved storages) by state, and a fast path without queues while every record fits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from parallax.swap.activations.records import Batch, Claim, Record, State
 
 # next(iter(dict)) is O(deleted entries), so this is an OrderedDict.
 class RecordQueue(OrderedDict[Record, None]):
-    """Records in order. A record stores the ``number`` of its queue, because a reference to the queue would be a
-    cycle."""
+    """An ordered set of records.
+
+    A record stores the ``number`` of its queue instead of a reference, which would create a reference cycle.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -19,12 +21,12 @@ class RecordQueue(OrderedDict[Record, None]):
 
 
 class RecordQueues:
-    """The record queues of one manager; each record is in at most one of them.
+    """The record queues of one manager. Each record is in at most one of them.
 
     ``fresh``: saved by an operator that may still run. ``kept``: to be evicted when memory is short, oldest first.
-    ``preferred``: kept by the policy, evicted after ``kept``, oldest first. ``upcoming``: on the device and not used
-    yet, in the order of use. ``used``: loaded and used, least recently used first. ``evicting_bytes``: bytes under
-    write whose device copy will be freed.
+    ``preferred``: kept by the policy and evicted after ``kept``, oldest first. ``upcoming``: on the device again and
+    not used yet, in the order of use. ``used``: on the device again and used, least recently used first.
+    ``evicting_bytes`` is the number of bytes that running writes will free on the device.
     """
 
     def __init__(self) -> None:
@@ -46,7 +48,7 @@ class RecordQueues:
             record.queue = None
 
     def mark_evicting(self, record: Record) -> None:
-        """Add the bytes of ``record`` to the bytes that writes will free."""
+        """Add the bytes of ``record`` to the bytes that running writes will free."""
         self.evicting_bytes += 0 if record.evicting else record.size
         record.evicting = True
 
@@ -57,12 +59,12 @@ class RecordQueues:
             self.evicting_bytes -= record.size
 
     def mark_loaded(self, record: Record) -> None:
-        """Queue a record that is on the device as used, or as the one to be used next."""
+        """Append a record that is on the device to ``used`` if it has been used, otherwise to ``upcoming``."""
         record.state, record.transfer = State.LOADED, None
         self.append(record, self.used if record.used else self.upcoming)
 
     def forget(self, record: Record) -> None:
-        """Remove a record that no graph claims any more."""
+        """Remove a record that no autograd graph needs any more."""
         if record.evicting:
             self.unmark_evicting(record)
         if record.queue is not None:
@@ -71,14 +73,14 @@ class RecordQueues:
 
 
 class FastPath:
-    """Bookkeeping while every record fits: only bytes are counted.
+    """Bookkeeping for the time in which every record fits: it counts bytes only and maintains no queues.
 
-    Maintaining queues costs more time than all other work for a saved tensor, and a step that evicts nothing never
-    reads them. So the queues are filled when memory is short for the first time, in the order that adding record by
-    record would have given.
+    Queues cost more time than all other work for a saved tensor, and a step that evicts nothing never reads them. So
+    they are filled when memory is short for the first time, in the same order as if each record had been queued when it
+    was saved.
 
-    ``records`` (living records by clock) and ``known`` (by address) belong to the manager, which calls with its lock
-    held.
+    The manager owns ``records`` (living records by clock) and ``known`` (records by address), and holds its lock during
+    all calls.
     """
 
     def __init__(
@@ -99,8 +101,11 @@ class FastPath:
         )
 
     def save_again(self, record: Record, before: int | None, operation: int | None) -> None:
-        """Assign ``record`` to ``operation`` if the operator ``before`` saved it last: ``operation`` has saved the same
-        storage again."""
+        """Note that ``operation`` has saved the storage of ``record`` again.
+
+        Only a record that the previous operator, ``before``, saved last is still protected from eviction and so
+        reassigned.
+        """
         if _saved_by(record, before):
             record.operation = operation
             self._records[record.clock] = self._records.pop(
@@ -108,10 +113,10 @@ class FastPath:
             )  # moved to the end of the order
 
     def fill_queues(self, queues: RecordQueues, operation: int | None) -> None:
-        """Queue every living record, and end the fast path.
+        """Put every living record into a queue, and end the fast path.
 
-        ``operation`` may still run, so its records are fresh. Of several micro-batches in their backward, the records
-        saved last are used first.
+        ``operation`` may still run, so records that it saved go to ``fresh``. If several micro-batches are in their
+        backward, the records saved last are expected to be used first.
         """
         alive = [record for record in self._records.values() if record.claim() is not None]
         for record in alive:
@@ -124,8 +129,10 @@ class FastPath:
         self.active = False
 
     def collect_ended(self, batches: dict[int, Batch]) -> None:
-        """Free the records that no entry claims any more. When no record is left, clear ``batches``, the micro-batches
-        that are still open."""
+        """Free the records that no entry keeps any more.
+
+        When no record is left, also clear ``batches``, the micro-batches that may still save records.
+        """
         if not self._unclaimed:
             return
         freed = 0
@@ -144,5 +151,5 @@ class FastPath:
 
 
 def _saved_by(record: Record, operation: int | None) -> bool:
-    """Whether ``operation``, which may still run, saved the record last."""
+    """Whether ``operation``, which may still run, was the last operator to save the record."""
     return operation is not None and record.operation == operation

@@ -1,4 +1,6 @@
-"""Records of the swap manager: one per storage, with the claims that keep it and the micro-batch that saved it."""
+"""Records of the swap manager, one per storage, the entries that keep
+them alive, and the micro-batch of each record.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,10 @@ from parallax.swap.stores.store import Pending
 
 
 class State:
-    """Location of a record's bytes. Strings instead of an enum, because reading an enum member costs as much as a
-    call."""
+    """The location of a record's bytes.
+
+    The states are strings instead of enum members, because reading an enum member costs as much as a function call.
+    """
 
     KEPT: Final = "on the device, to be written when memory is short"
     QUEUED: Final = "on the device, to be written"
@@ -32,8 +36,10 @@ Layout = tuple[int | torch.SymInt, torch.Size, tuple[int, ...]]
 
 @cache
 def _nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return an empty tensor of this device and type. It can be assigned to ``.data`` of a tensor with the same device
-    type and dtype; torch allows no other assignment."""
+    """Return an empty tensor of this device and dtype.
+
+    torch allows assigning it to ``.data`` of a tensor only if device type and dtype are equal.
+    """
     return torch.empty(0, device=device, dtype=dtype)
 
 
@@ -43,25 +49,28 @@ def bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
 
 
 def new_bytes(size: int, device: torch.device) -> Tensor:
-    """Return a new uint8 tensor of ``size`` bytes on ``device``. It calls ``new_empty``, which takes a third less time
-    than ``torch.empty``."""
+    """Return a new uint8 tensor of ``size`` bytes on ``device``.
+
+    ``new_empty`` is a third faster than ``torch.empty``.
+    """
     return _nothing(device, torch.uint8).new_empty(size)
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    """Return offset, size and strides of a tensor in its storage."""
+    """Return a tensor's offset in its storage, its size and its strides."""
     return tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
 def empty(alias: Tensor) -> None:
-    """Replace the bytes of ``alias``, which keeps the version counter that it shares."""
+    """Release the bytes of ``alias`` but keep its version counter, which it shares with the saved tensor."""
     alias.data = _nothing(alias.device, alias.dtype)
 
 
 class Batch:
     """The records of one micro-batch, from its first save to its backward, and the progress of their prefetch.
 
-    It holds records by their claims, because a record holds its batch."""
+    Records are referenced through weak references to their entries, because a record references its batch.
+    """
 
     def __init__(self, micro: int) -> None:
         self.micro = micro
@@ -79,7 +88,7 @@ class Batch:
         self.saved += 1
 
     def need_index(self, record: Record) -> int:
-        """Return a record's index in the order of use: the last saved is used first."""
+        """Return a record's index in the order of use. The record saved last is used first."""
         return self.saved - 1 - record.ordinal
 
     def records_last_first(self) -> Iterator[Record]:
@@ -91,17 +100,17 @@ class Batch:
 
 
 class Record:
-    """One storage that the manager knows.
+    """One saved storage, on the device or offloaded.
 
     ``alias``      the saved tensor, detached. It shares the version counter, and the bytes until they are offloaded.
-    ``origin``     weak reference to the saved storage, as long as the record or the caller holds it. Autograd would use
-                   values that are written there without a new version (``.data``, numpy), so the record does too.
+    ``origin``     weak reference to the saved storage. While it lives, the record uses it, because other code may have
+                   written values without a new version (``.data``, numpy), which autograd without hooks would use.
     ``layout``     offset, size and strides, set when the bytes are offloaded
-    ``queue``      number of the record queue that holds it
-    ``operation``  the operator that saved it last
-    ``wanted``     it is being written, and needed again
-    ``evicting``   its bytes count as being freed
-    ``read_back``  it was offloaded, and read again
+    ``queue``      number of the record queue that contains the record
+    ``operation``  the operator that saved the record last
+    ``wanted``     the record is needed again while its write runs
+    ``evicting``   the record's bytes count as being freed
+    ``read_back``  the record was offloaded, and read again
     """
 
     __slots__ = (
@@ -161,7 +170,7 @@ class Record:
         self.claim: Claim
 
     def offload(self) -> None:
-        """Release the device copy, whose bytes are in the store."""
+        """Release the device copy. The bytes are in the store."""
         self.storage = self.transfer = None
         self.state = State.STORED
         if self.alias is not None:
@@ -170,17 +179,17 @@ class Record:
             empty(self.alias)
 
     def free(self) -> None:
-        """Release the bytes of a record that no graph claims and no transfer touches."""
+        """Release the bytes of a record that no autograd graph needs and no transfer uses."""
         self.storage = self.transfer = self.alias = None
         self.state = State.STORED
 
 
 class Entry:
-    """A claim on a record, made by ``SwapManager.save``: the record's bytes are recoverable as long as the entry is
-    alive.
+    """A reference to a record, returned by ``SwapManager.save``. The record's bytes are recoverable while the entry
+    lives.
 
-    When an entry dies, its claim is appended to ``unclaimed``, possibly during a call of the manager. This uses a weak
-    reference instead of ``__del__``, because a KeyboardInterrupt that arrives in a ``__del__`` is lost.
+    When an entry dies, its weak reference (a :class:`Claim`) is appended to ``unclaimed``, possibly during a call of
+    the manager. ``__del__`` is not used, because a KeyboardInterrupt that arrives in a ``__del__`` is lost.
     """
 
     __slots__ = ("__weakref__", "record")
@@ -192,8 +201,11 @@ class Entry:
 
 
 class Claim(weakref.ref[Entry]):
-    """A weak reference to an entry. It names the record by its clock, because a reference to the record, which holds
-    the claim, would be a cycle."""
+    """A weak reference to an entry.
+
+    It identifies the record by its clock instead of a reference, which would create a cycle: the record references its
+    claim.
+    """
 
     __slots__ = ("clock",)
     clock: int

@@ -1,4 +1,6 @@
-"""Transfers of a record's bytes: begin, cancel, wait, count and verify; and the stream whose tensors are swapped."""
+"""Transfers of records between device and store, their checksums, and the
+choice of the stream whose tensors may be offloaded.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ _UNWRITTEN = 0xA5  # a byte that no tensor of a training run consists of
 
 
 class Transfers:
-    """Transfers of the records of one manager, which calls with its lock held."""
+    """Starts, cancels and counts the transfers of a manager's records (saved storages).
+
+    The manager holds its lock during all calls.
+    """
 
     def __init__(self, store: Store, accounting: MemoryAccounting) -> None:
         self._store, self._accounting = store, accounting
@@ -31,7 +36,7 @@ class Transfers:
         record.state, record.wanted = State.QUEUED, False
 
     def cancel_write(self, record: Record) -> bool:
-        """Cancel the record's write and free its slot, unless the write has begun; return whether it was cancelled."""
+        """Cancel a record's write and free its slot in the store; return False if the write has already begun."""
         assert record.slot is not None
         assert record.transfer is not None
         if not record.transfer.cancel():
@@ -42,7 +47,7 @@ class Transfers:
         return True
 
     def read(self, record: Record) -> None:
-        """Begin to read the record's bytes into new device memory."""
+        """Begin to read a record's bytes into new device memory."""
         assert record.slot is not None
         flat = new_bytes(record.size, record.device)
         if record.sum is not None:
@@ -59,7 +64,7 @@ class Transfers:
             record.transfer = None
 
     def wait_ignoring_errors(self, record: Record, micro: int) -> None:
-        """Wait for the transfer of a record that no graph claims any more."""
+        """Wait for the transfer of a record that no autograd graph needs any more."""
         if record.transfer is not None:
             with contextlib.suppress(SwapError):
                 self._accounting.wait_for(record.transfer, micro)
@@ -67,7 +72,7 @@ class Transfers:
             record.transfer = None
 
     def is_finished(self, record: Record) -> bool:
-        """Whether no transfer touches the bytes of an unclaimed record any more."""
+        """Whether no transfer uses the bytes of a record that no autograd graph needs."""
         if record.transfer is None:
             return True
         if record.transfer.cancel():
@@ -83,7 +88,7 @@ class Transfers:
         return True
 
     def count(self, record: Record) -> None:
-        """Count a transfer that has ended or that the device's stream waits for."""
+        """Count the transfer of a record when it has ended or when the device's stream waits for it."""
         assert record.transfer is not None
         out = record.state is State.QUEUED
         self._accounting.count_transfer(record.transfer, record.size, record.batch.micro, out=out)
@@ -96,13 +101,13 @@ class Transfers:
 
 
 def store_sum(record: Record) -> None:
-    """Sum the bytes of a new record for ``swap.verify``, without waiting for the device."""
+    """Compute the checksum of a new record (``swap.verify``), without waiting for the device."""
     assert record.storage is not None
     record.sum = sum_bytes(bytes_of(record.storage, record.device))
 
 
 def check_sum(record: Record) -> None:
-    """Raise :class:`SwapError` if the bytes read back differ from the bytes saved."""
+    """Raise :class:`SwapError` if the checksum of the bytes read back differs from that of the bytes saved."""
     if record.sum is None or not record.read_back:
         return
     assert record.storage is not None
@@ -118,13 +123,14 @@ def check_sum(record: Record) -> None:
 
 
 class SwapStream:
-    """The stream whose activations are offloaded: the one that saved the most bytes in the previous step.
+    """The stream whose activations are offloaded: the stream that saved the most bytes in the previous step.
 
-    Copies to the store are ordered after this stream, and prefetched tensors belong to it. Tensors that another
-    stream saves stay on the device, where autograd orders their uses.
+    Copies to the store are ordered after this stream, and prefetched tensors belong to it. Tensors that another stream
+    saves stay on the device, where autograd orders their uses.
 
-    The stream changes only while no graph is alive. If the chosen stream has saved nothing since, the current
-    stream replaces it once it has saved more bytes than the chosen stream had."""
+    The choice changes only while no autograd graph is alive. If the chosen stream has saved nothing since then, the
+    current stream replaces it as soon as the current stream has saved more bytes.
+    """
 
     def __init__(self) -> None:
         self._stream: torch.Stream | None = None
@@ -132,8 +138,10 @@ class SwapStream:
         self._saved_bytes: Counter[torch.Stream] = Counter()  # bytes saved since then
 
     def is_other(self, tensor: Tensor, *, graphs_ended: bool) -> bool:
-        """Count the bytes of ``tensor``, which is on an accelerator and being saved, and return whether the current
-        stream differs from the swap stream."""
+        """Count the bytes of ``tensor``, which is being saved, and return whether it must stay on the device.
+
+        It must if the current stream is not the chosen one. ``tensor`` is on an accelerator.
+        """
         now = torch.accelerator.current_stream(tensor.device.index)
         if graphs_ended:
             self._choose(now)

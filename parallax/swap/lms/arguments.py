@@ -1,4 +1,4 @@
-"""Checks of the arguments of ``parallax.swap``: one line per invalid value."""
+"""Check the arguments of ``parallax.swap``. Each invalid value raises an error of one line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHOWN = 80  # characters of a value
 
 
 def check_model(model: Any) -> None:
-    """Raise :class:`ConfigError` unless ``model`` is a module with materialised parameters."""
+    """Raise :class:`ConfigError` unless ``model`` is a module whose parameters are all materialised."""
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model={_shown(model)}: accepted is an nn.Module; give several models as one nn.ModuleList"
@@ -41,7 +41,7 @@ def check_model(model: Any) -> None:
 
 
 def optimizers(given: Any) -> list[Optimizer]:
-    """Return the torch optimizers of the argument ``optimizer=``, each followed by those that it wraps."""
+    """Return the torch optimizers in the argument ``optimizer=``, each followed by the optimizers that it wraps."""
     several = isinstance(given, Iterable) and not isinstance(
         given, Optimizer | Tensor | nn.Module | Mapping | str
     )
@@ -61,7 +61,7 @@ def optimizers(given: Any) -> list[Optimizer]:
 
 
 def size(key: str, value: Any) -> int:
-    """Return bytes from a number or a text such as 8GiB."""
+    """Return ``value``, a number or a text such as 8GiB, in bytes."""
     if isinstance(value, str):
         return parse_bytes(value, key)
     count = _whole(value)
@@ -73,12 +73,12 @@ def size(key: str, value: Any) -> int:
 
 
 def size_or_auto(key: str, value: Any) -> int | None:
-    """Return ``value`` in bytes; None for auto."""
+    """Return ``value`` in bytes, or None for auto."""
     return None if isinstance(value, str) and value == AUTO else size(key, value)
 
 
 def whole(key: str, value: Any, *, least: int = 0) -> int:
-    """Return ``value`` as a whole number; raise :class:`ConfigError` if it is none or below ``least``."""
+    """Return ``value`` as a whole number. Raises :class:`ConfigError` if it is not one or is below ``least``."""
     count = _whole(value)
     if count is None or count < least:
         raise ConfigError(f"{key}={_shown(value)}: accepted are whole numbers from {least}")
@@ -86,30 +86,30 @@ def whole(key: str, value: Any, *, least: int = 0) -> int:
 
 
 def smallest(value: Any, device: torch.device) -> int:
-    """Return the bytes of the smallest tensor to offload from ``device``."""
+    """Return the argument ``minimum_bytes``, the bytes of the smallest tensor to offload from ``device``."""
     auto = isinstance(value, str) and value == AUTO
     return usual_smallest(device.type) if auto else whole("minimum_bytes", value)
 
 
 def whole_or_none(key: str, value: Any) -> int | None:
-    """Return ``value`` as a whole number, or None; raise :class:`ConfigError` for anything else."""
+    """Return ``value`` as a whole number, or None. Raises :class:`ConfigError` for anything else."""
     return None if value is None else whole(key, value)
 
 
 def flag(key: str, value: Any) -> bool:
-    """Return ``value``; raise :class:`ConfigError` unless it is True or False."""
+    """Return ``value``. Raises :class:`ConfigError` unless it is True or False."""
     if not isinstance(value, bool):
         raise ConfigError(f"{key}={_shown(value)}: accepted are True and False")
     return value
 
 
 def flag_or_auto(key: str, value: Any, auto: bool) -> bool:
-    """Return ``value``; ``auto`` for auto."""
+    """Return ``value``, or the argument ``auto`` if ``value`` is auto."""
     return auto if isinstance(value, str) and value == AUTO else flag(key, value)
 
 
 def folder(value: Any) -> Path:
-    """Return the path of a folder."""
+    """Return ``value`` as the path of a folder."""
     name = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(name, str) or not name or "\0" in name:
         raise ConfigError(
@@ -119,7 +119,7 @@ def folder(value: Any) -> Path:
 
 
 def _whole(value: Any) -> int | None:
-    """Return ``value`` as a whole number; None if it is none or a bool."""
+    """Return ``value`` as a whole number, or None if it is not one. A bool is not one."""
     if isinstance(value, bool):
         return None
     if isinstance(value, float):
@@ -131,7 +131,7 @@ def _whole(value: Any) -> int | None:
 
 
 def _shown(value: Any) -> str:
-    """Return a short text for a value."""
+    """Return a short text that shows ``value`` in a message."""
     if isinstance(value, type):
         return f"{value.__name__} (a class)"
     if value is not None and not isinstance(value, str | bytes | int | float | os.PathLike):

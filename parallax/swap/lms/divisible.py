@@ -1,13 +1,15 @@
-"""Whether an optimizer may be stepped piece by piece: known for torch's own, tried on small tensors for all others.
+"""Decide whether an optimizer's step may be taken in pieces, one subset of the parameters at a time.
 
-A third-party optimizer may use all parameters in ``step`` (a global norm, a shared average), count its calls, or
-keep lists of parameters of its own. Its name does not tell. So a copy of it is made whose parameters are a few
-numbers each, and stepped from the same start: whole, and with one piece per parameter. It is divisible if
-parameters, states, groups and attributes are bit-identical afterwards. Gradients of several scales trigger a clip
-by norm, and enough steps are made to include actions of every fifth or tenth step.
+torch's own optimizers are known. A third-party optimizer may use all parameters in ``step`` (a global norm, a shared
+average), count its calls, or keep lists of parameters. Its class name does not tell. So it is tested: a copy whose
+parameters have only a few elements is stepped twice from the same start, once whole and once with one piece per
+parameter. The optimizer is divisible if parameters, states, groups and attributes are bit-identical afterwards.
+Gradients of several scales trigger clipping by norm, and enough steps are made to include actions of every fifth or
+tenth step.
 
-The result holds for the class with such settings: a setting that is zero, None, true or text may change the
-behaviour of ``step``."""
+The result is cached by class and settings: a setting that is zero, None, true or text may change the behaviour of
+``step``.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +48,14 @@ _VALUES = type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 class _UntriedError(Exception):
-    """The optimizer holds a value that is not copied."""
+    """Raised if the optimizer holds a value that cannot be copied for the test."""
 
 
 def is_divisible(optimizer: Optimizer, arguments: Arguments) -> bool:
-    """Whether a step with such ``arguments`` (the optimizer first) has the same result, bit for bit, when taken in
-    pieces."""
+    """Return whether a step taken in pieces has bit-identical results to a whole step.
+
+    ``arguments`` are the arguments of the step; the first one is the optimizer.
+    """
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim."):
         return True
@@ -65,15 +69,17 @@ def is_divisible(optimizer: Optimizer, arguments: Arguments) -> bool:
 
 
 def closure_of(arguments: Arguments) -> Callable[[], Any] | None:
-    """Return the closure among the arguments of a step, if any."""
+    """Return the closure among the arguments of a step, or None."""
     args, kwargs = arguments
     found = args[1] if len(args) > 1 else kwargs.get("closure")
     return found if callable(found) else None
 
 
 def _settings(optimizer: Optimizer) -> object:
-    """Return a cache key of the optimizer's settings, which may change how it steps. Only whether a number is zero
-    counts."""
+    """Return a cache key of the settings that may change how the optimizer steps.
+
+    Of a number, only whether it is zero counts.
+    """
     left_out = "params", "state", "param_groups"
     held = [*optimizer.param_groups, vars(optimizer)]
     return frozenset(
@@ -106,7 +112,7 @@ def _try(optimizer: Optimizer, arguments: Arguments) -> bool:
 
 @contextmanager
 def _no_trace(optimizer: Optimizer) -> Iterator[None]:
-    """Restore random generators and counters of classes on exit."""
+    """A context that restores the states of random generators, and counters in classes, on exit."""
     counts, state = _counts(type(optimizer)), random.getstate()
     places = {p.device for group in optimizer.param_groups for p in group["params"]}
     kind = next((place.type for place in places if place.type != "cpu"), "cuda")
@@ -125,7 +131,7 @@ def _no_trace(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _counts(kind: type[Optimizer]) -> dict[type, dict[str, Any]]:
-    """Return the numeric class attributes of its classes below torch's ``Optimizer``, such as counters."""
+    """Return the numeric attributes, such as counters, of ``kind`` and its base classes up to torch's ``Optimizer``."""
     return {
         owner: {k: v for k, v in vars(owner).items() if isinstance(v, int | float)}
         for owner in kind.__mro__[: kind.__mro__.index(Optimizer)]
@@ -133,7 +139,7 @@ def _counts(kind: type[Optimizer]) -> dict[type, dict[str, Any]]:
 
 
 def _outcome(optimizer: Optimizer, arguments: Arguments, *, in_pieces: bool) -> Any:
-    """Return all values that several steps of a small copy of the optimizer may have changed."""
+    """Step a small copy of the optimizer several times and return all values that the steps may have changed."""
     twin, parameters, trained = _small_copy(optimizer)
     args, kwargs = arguments
     for number in range(STEPS):
@@ -169,7 +175,7 @@ def _step_in_pieces(twin: Optimizer, trained: list[Tensor], given: Arguments) ->
 
 
 def _with_closure(given: Arguments, set_gradients: Callable[[], None]) -> Arguments:
-    """Return arguments with a closure that makes gradients, as the training loop's closure does."""
+    """Return step arguments with a closure that sets gradients, in place of the training loop's closure."""
 
     def closure() -> float:
         set_gradients()
@@ -182,7 +188,7 @@ def _with_closure(given: Arguments, set_gradients: Callable[[], None]) -> Argume
 
 
 def _set_gradients(parameters: list[Tensor], number: int, scale: float) -> None:
-    """Set gradients that depend on the parameters, so that the time of the call matters."""
+    """Set gradients that depend on the values of the parameters, so that the result depends on the time of the call."""
     for index, parameter in enumerate(parameters):
         values = torch.arange(1, parameter.numel() + 1, device=parameter.device) * (index + number)
         noise = torch.sin(values.double()).reshape(parameter.shape) * scale * (index + 1)
@@ -190,8 +196,9 @@ def _set_gradients(parameters: list[Tensor], number: int, scale: float) -> None:
 
 
 def _small_copy(optimizer: Optimizer) -> tuple[Optimizer, list[Tensor], list[Tensor]]:
-    """Return a copy of the optimizer over small parameters, the small parameter of each original parameter, and the
-    small parameters that the copy steps."""
+    """Return a small copy of the optimizer, the small parameter of each
+    original parameter, and the parameters that the copy steps.
+    """
     small: dict[int, Tensor] = {}
     trained: list[Tensor] = []
     originals = [p for group in optimizer.param_groups for p in group["params"]]
@@ -235,7 +242,7 @@ def _small_shape(tensor: Tensor) -> torch.Size:
 
 
 def _small_state(parameter: Tensor, state: Any, memo: dict[int, Any]) -> Any:
-    """Return the state of a parameter, truncated to the size of its small copy."""
+    """Return the optimizer state of a parameter, cropped to the size of the parameter's small copy."""
     if isinstance(state, OffloadedStates):
         state = state.host_copy()
     if not isinstance(state, dict):
@@ -251,13 +258,13 @@ def _small_state(parameter: Tensor, state: Any, memo: dict[int, Any]) -> Any:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy with parameters replaced by the small ones."""
+    """Return a deep copy of ``value`` in which the original parameters are replaced by the small ones."""
     _check_copied(value, memo)
     return copy.deepcopy(value, memo)
 
 
 def _check_copied(value: Any, memo: dict[int, Any]) -> None:
-    """Raise unless ``value`` consists of small values that only the optimizer references."""
+    """Raise an error unless ``value`` consists of small values that no code except the optimizer references."""
     if isinstance(value, Mapping):
         for each in (*value.keys(), *value.values()):
             _check_copied(each, memo)
@@ -272,14 +279,14 @@ def _check_copied(value: Any, memo: dict[int, Any]) -> None:
 
 
 def _is_plain_function(value: Any) -> bool:
-    """Whether the function holds no state that could change."""
+    """Whether the function has no state that could change."""
     if isinstance(value, FunctionType):
         return value.__closure__ is None
     return isinstance(value, BuiltinFunctionType)
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two outcomes are equal, bit for bit."""
+    """Whether two outcomes are bit-identical."""
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and _bits(one) == _bits(other)
     if isinstance(one, Mapping):

@@ -1,4 +1,4 @@
-"""Division of a device memory limit into fixed and movable bytes, and measurement of the process against it."""
+"""Divide a limit of device memory into fixed and movable bytes, and measure the memory of the process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TOLERATED = 16 * 2**20
 
 @dataclass
 class Share:
-    """Division of the limit, in bytes. It is valid until layers are frozen, unfrozen or added."""
+    """The division of the limit, in bytes. It is valid until layers are frozen, unfrozen or added."""
 
     limit: int
     weights: int
@@ -33,7 +33,7 @@ class Share:
 
     @property
     def movable_bytes(self) -> int:
-        """Bytes for activations and states."""
+        """Bytes that are left for activations and optimizer states."""
         return self.limit - self.weights - self.gradients - self.visiting
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class Share:
 def limit_or_auto(
     model: nn.Module, optimizers: Sequence[Optimizer], limit: int | None, device: torch.device
 ) -> int:
-    """Return ``limit``; for None the bytes that the model holds on ``device`` plus the free bytes."""
+    """Return ``limit``; if it is None, the bytes that the model holds on ``device`` plus the free bytes."""
     if limit is not None:
         return limit
     return _made_bytes(held_tensors(model, optimizers), optimizers) + _free_bytes(device)
@@ -55,8 +55,10 @@ def limit_or_auto(
 def divide(
     model: nn.Module, optimizers: Sequence[Optimizer], limit: int, offloaded: OffloadedModel | None
 ) -> Share:
-    """Return the division of ``limit`` bytes between parameters, gradients and movable data. ``offloaded``: offloaded
-    parameters, which need only a part of their bytes at one time."""
+    """Return the division of ``limit`` into bytes for parameters, for gradients, and for data that can be offloaded.
+
+    ``offloaded`` are the offloaded parameters, if any; they need only a part of their bytes at one time.
+    """
     tensors = held_tensors(model, optimizers)
     trained = [t for t in tensors if t.requires_grad]
     weights, gradients = _storage_bytes(tensors), sum(local_bytes(t) for t in trained)
@@ -66,7 +68,7 @@ def divide(
 class ProcessMemory:
     """Bounds and measures the memory of the process, which on a CPU is the device's memory.
 
-    Of the memory that the process already held, only that of the model counts towards the limit.
+    Memory that the process already held counts towards the limit only if it belongs to the model.
     """
 
     def __init__(self, limit: int, made: int) -> None:
@@ -75,8 +77,7 @@ class ProcessMemory:
         self._beside = max(0, self._bound.before_bytes - made)
 
     def peak_bytes(self) -> int:
-        """The largest number of bytes that the process has held so far, without memory that does not count towards the
-        limit."""
+        """Return the peak of the process's memory that counts towards the limit."""
         return self._bound.peak_bytes() - self._beside
 
     def report(self) -> str:
@@ -87,7 +88,7 @@ class ProcessMemory:
         )
 
     def close(self) -> None:
-        """Stop bounding; warn if the process exceeded the limit by much."""
+        """Remove the bound, and warn if the process has clearly exceeded the limit."""
         self._bound.close()
         over = self.peak_bytes() - self._limit
         if over > max(_TOLERATED, self._limit // 8):
@@ -103,15 +104,19 @@ class ProcessMemory:
 def observe_process(
     model: nn.Module, optimizers: Sequence[Optimizer], limit: int, device: torch.device
 ) -> ProcessMemory | None:
-    """Limit the memory of this process from now on, and return the measurement; None on a GPU, whose allocator measures
-    its memory."""
+    """Bound the memory of this process from now on, and return an object that measures it.
+
+    None on an accelerator, whose allocator measures its memory.
+    """
     if device.type != "cpu":
         return None
     return ProcessMemory(limit, _made_bytes(held_tensors(model, optimizers), optimizers))
 
 
 def held_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """Return parameters, buffers, and other tensors that the optimizers train; each once, without those offloaded."""
+    """Return each parameter, each buffer, and each other tensor that the
+    optimizers train, without offloaded parameters.
+    """
     found = [*model.parameters(), *model.buffers()]
     found += [
         p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
@@ -120,7 +125,7 @@ def held_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[Tens
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """Bytes of the model's parameters."""
+    """Return the bytes of the model's parameters."""
     return sum(local_bytes(p) for p in model.parameters())
 
 
@@ -130,12 +135,12 @@ def _state_tensors(optimizer: Optimizer) -> list[Tensor]:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a tensor of plain strided memory."""
+    """Whether ``value`` is a tensor, not of a subclass, with strided memory."""
     return type(value) is Tensor and value.layout is torch.strided
 
 
 def _made_bytes(held: Sequence[Tensor], optimizers: Iterable[Optimizer]) -> int:
-    """Bytes of existing parameters, buffers, gradients and states."""
+    """Return the bytes of existing parameters, buffers, gradients and optimizer states."""
     made = _storage_bytes(held) + _storage_bytes(
         t.grad for t in held if t.requires_grad and t.grad is not None
     )
@@ -143,14 +148,14 @@ def _made_bytes(held: Sequence[Tensor], optimizers: Iterable[Optimizer]) -> int:
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages of ``tensors``, each counted once."""
+    """Return the bytes of the storages of ``tensors``, each storage counted once."""
     plain = [part for tensor in tensors for part in parts(tensor)]
     storages = [part.untyped_storage() for part in plain if part.layout is torch.strided]
     return sum({address(storage): storage.nbytes() for storage in storages}.values())
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Bytes for new tensors; a tenth of a GPU or a fifth of the free RAM is left for uncounted memory."""
+    """Return the bytes available for new tensors. A tenth of a GPU or a fifth of the free RAM is left as a margin."""
     if device.type == "cpu":
         return available_memory() * 8 // 10
     free, total = torch.accelerator.get_memory_info(device)

@@ -1,5 +1,4 @@
-"""The mapping that an optimizer holds as the state of a parameter while the large tensors of that state are
-offloaded."""
+"""The optimizer state of a parameter while the large tensors of this state are offloaded."""
 
 from __future__ import annotations
 
@@ -23,7 +22,10 @@ SMALLEST = 4096  # bytes; slots of a store are multiples of it
 
 
 def movable(parameter: Tensor, state: dict[Any, Any]) -> list[Any]:
-    """Return the keys of tensors worth offloading that share no memory with the parameter or with each other."""
+    """Return the keys of the tensors in ``state`` that are worth offloading.
+
+    They are large, and share no memory with the parameter or with each other.
+    """
     held: set[int] = set()
     for tensor in (parameter, parameter.grad):
         if tensor is not None and _dense(tensor):
@@ -36,7 +38,7 @@ def movable(parameter: Tensor, state: dict[Any, Any]) -> list[Any]:
 
 
 def moved_bytes(parameter: Tensor, state: dict[Any, Any]) -> int:
-    """Bytes of the movable tensors."""
+    """Return the bytes of the tensors in ``state`` that are worth offloading."""
     return sum(
         part.nbytes
         for key in movable(parameter, state)
@@ -46,8 +48,11 @@ def moved_bytes(parameter: Tensor, state: dict[Any, Any]) -> int:
 
 
 def sizes_of(parameter: Tensor, state: Any) -> tuple[int, list[int]]:
-    """Return the total bytes of the movable tensors of a state, and the bytes of each other tensor in it. Memory of the
-    parameter and of its gradient does not count."""
+    """Return the total bytes of a state's tensors that are worth offloading, and the bytes of each other tensor in the
+    state.
+
+    Memory of the parameter and of its gradient does not count.
+    """
     keys = movable(parameter, state) if isinstance(state, dict) else []
     moved = [part for key in keys for part in parts(state[key])]
     left = {k: v for k, v in state.items() if k not in keys} if keys else state
@@ -60,7 +65,9 @@ def sizes_of(parameter: Tensor, state: Any) -> tuple[int, list[int]]:
 
 
 def others_bytes(optimizer: optim.Optimizer) -> list[int]:
-    """Return the bytes of each tensor of a third-party optimizer that is neither a parameter nor a state."""
+    """Return the bytes of each tensor in a third-party optimizer that is
+    neither a parameter nor in ``optimizer.state``.
+    """
     if type(optimizer).__module__.startswith("torch.optim."):
         return []
     own = [p for group in optimizer.param_groups for p in group["params"]]
@@ -78,7 +85,7 @@ def _addresses(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def _sizes_in(value: Any, own: set[int]) -> list[int]:
-    """Return the bytes of each storage of a tensor in ``value``. ``own``: addresses of storages to leave out."""
+    """Return the bytes of each storage of the tensors in ``value``, without the storages at the addresses ``own``."""
     found: dict[int, int] = {}
     for tensor in _tensors_in(value):
         for part in parts(tensor):
@@ -118,8 +125,10 @@ _MADE: dict[type[optim.Optimizer], Callable[[dict[str, Any]], int]] = {
 def yet_to_be_made(
     optimizer: optim.Optimizer, group: dict[str, Any], parameter: Tensor
 ) -> int | None:
-    """Return the bytes worth offloading of the states that the first step of ``parameter`` will make; None if
-    unknown."""
+    """Return the bytes of the states, worth offloading, that the first step of ``parameter`` will create.
+
+    None if the number is unknown.
+    """
     made, gradient = _MADE.get(type(optimizer)), parameter.grad
     if made is None or not _known(parameter) or gradient is None or not _dense(gradient):
         return None
@@ -127,10 +136,12 @@ def yet_to_be_made(
 
 
 class OffloadedStates(dict[Any, Any]):
-    """The state of a parameter whose large tensors are offloaded. The mapping itself holds the small ones.
+    """The optimizer state of a parameter, a mapping whose large tensors are offloaded and whose small ones are in
+    memory.
 
-    Any access to a large tensor calls ``recall``, which restores the state and returns the mapping that replaces
-    this one in the optimizer. A copy is an ordinary dictionary."""
+    Any access to a large tensor calls ``recall``, which restores all tensors and returns the ordinary mapping that
+    takes the place of this one in the optimizer. A copy is an ordinary dictionary.
+    """
 
     def __init__(
         self,
@@ -198,7 +209,7 @@ class OffloadedStates(dict[Any, Any]):
         return repr(self._live())
 
     def keys(self) -> Any:
-        """Return all keys, without restoring the tensors."""
+        """Return all keys, without restoring offloaded tensors."""
         return dict.fromkeys(self).keys()
 
     def values(self) -> Any:
@@ -208,7 +219,7 @@ class OffloadedStates(dict[Any, Any]):
         return self._live().items()
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return one value; an offloaded one is restored with all others."""
+        """Return one value. If it is offloaded, all tensors are restored."""
         if key not in self:
             return default
         return self[key]
@@ -229,7 +240,7 @@ class OffloadedStates(dict[Any, Any]):
         self._live().clear()
 
     def copy(self) -> dict[Any, Any]:
-        """Return a dictionary of the same tensors, restored."""
+        """Restore all tensors, and return a dictionary of them."""
         return self._live().copy()
 
     __copy__ = copy
@@ -248,18 +259,22 @@ class OffloadedStates(dict[Any, Any]):
 
     @property
     def on_device(self) -> bool:
-        """Whether the device's memory holds the tensors: not yet written, read again, or under transfer."""
+        """Whether some tensors occupy device memory, because they are not
+        written yet, read again, or under transfer.
+        """
         return any(place.flat is not None for place in self._places)
 
     def is_written(self) -> bool:
-        """Whether all writes have ended; :meth:`finish_write` raises the error of a failed write."""
+        """Whether all writes have ended. If one failed, :meth:`finish_write` raises its error."""
         with suppress(SwapError):
             return all(place.pending.done() for place in self._places)
         return True
 
     def finish_write(self) -> bool:
-        """Wait for the writes, then free the device copies. If other code references a copy, that code may change it,
-        so the state is read back and stays on the device. Return whether all copies were freed."""
+        """Wait for the writes, then free the device copies; return whether all copies were freed.
+
+        If other code references a copy, that code may change it, so the state is read back and stays on the device.
+        """
         for place in self._places:
             place.pending.wait()
         self._written = True
@@ -269,22 +284,25 @@ class OffloadedStates(dict[Any, Any]):
         return all(gone)
 
     def start_read(self) -> None:
-        """Begin to read tensors that are not on the device."""
+        """Begin to read the tensors that are not on the device."""
         for place in self._places:
             if place.flat is None:
                 place.start_read(self._store)
 
     def restored(self) -> dict[Any, Any]:
-        """Return the state as the optimizer made it. The call waits for reads, and for writes that have already
-        begun."""
+        """Return the state as the optimizer created it, after waiting for
+        reads and for writes that have already begun.
+        """
         for place in self._places:
             if self._written or not place.pending.cancel():
                 self._wait(place)
         return self._with(lambda place: place.tensor(place.held))
 
     def restore(self) -> dict[Any, Any]:
-        """Return the state as :meth:`restored` does, and free its slots. From now on this mapping refers to the
-        returned state."""
+        """Return the state like :meth:`restored`, and free its slots in the store.
+
+        From now on this mapping refers to the returned state.
+        """
         self.start_read()
         # before the slots are freed, so that an interrupted call can be repeated
         self._restored = self.restored()
@@ -292,11 +310,11 @@ class OffloadedStates(dict[Any, Any]):
         return self._restored
 
     def host_copy(self) -> dict[Any, Any]:
-        """Return the state with copies of its large tensors on the host."""
+        """Return the state with copies of its large tensors in host memory."""
         return self._with(self._host_copy)
 
     def free(self) -> None:
-        """Free the slots as soon as no transfer uses them."""
+        """Free the slots in the store as soon as no transfer uses them."""
         self._values = {}
         while self._places:
             place = self._places.pop()
@@ -310,7 +328,7 @@ class OffloadedStates(dict[Any, Any]):
         return self._places[-1]
 
     def _with(self, fill: Callable[[_StatePlace], Tensor]) -> dict[Any, Any]:
-        """Return the state with its large tensors made by ``fill``."""
+        """Return the state with all large tensors, whose parts ``fill`` returns."""
         return {
             key: self._values[key].build(fill) if key in self._values else self[key]
             for key in self._order
@@ -340,21 +358,24 @@ class OffloadedStates(dict[Any, Any]):
 
 
 class _Value:
-    """A state tensor whose large parts have a slot."""
+    """A tensor of the state with the location of its large parts.
+
+    A tensor subclass such as DTensor has several parts.
+    """
 
     def __init__(self, tensor: Tensor, put: Callable[[Tensor], _StatePlace]) -> None:
         found, self._rebuild = take_apart(tensor)
         self._parts = [put(part) if _large(part) else part for part in found]
 
     def build(self, fill: Callable[[_StatePlace], Tensor]) -> Tensor:
-        """Return the tensor, each offloaded part made by ``fill``."""
+        """Return the tensor, with its large parts taken from ``fill``."""
         return self._rebuild(
             fill(part) if isinstance(part, _StatePlace) else part for part in self._parts
         )
 
 
 class _StatePlace:
-    """A plain tensor in the store or under transfer; ``flat`` holds its bytes while they are on the device."""
+    """A plain tensor that is in the store or under transfer. ``flat`` is its bytes while they are on the device."""
 
     def __init__(self, tensor: Tensor, store: Store) -> None:
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
@@ -372,13 +393,15 @@ class _StatePlace:
 
     @property
     def held(self) -> Tensor:
-        """The bytes of the tensor on the device."""
+        """Return the bytes of the tensor on the device."""
         assert self.flat is not None
         return self.flat
 
     def free_copy(self) -> bool:
-        """Free the device copy, unless other code references it or has changed it since the write began; return
-        whether it is free."""
+        """Free the device copy, unless other code references it or has changed it since the write began.
+
+        Return whether it was freed.
+        """
         alias, self._alias = self._alias, None
         if alias is not None and alias._version != self._version:
             return False
@@ -409,7 +432,7 @@ def _tensors(state: dict[Any, Any]) -> Iterator[tuple[Any, Tensor]]:
 
 
 def _whole(tensor: Tensor) -> bool:
-    """Whether it can be rebuilt from its bytes."""
+    """Whether ``tensor`` can be rebuilt from its bytes alone."""
     plain = type(tensor) is Tensor or wraps(tensor)
     return (
         plain

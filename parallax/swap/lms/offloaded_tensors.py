@@ -1,7 +1,8 @@
-"""Tensors that are fetched from the tier when a torch function gets them: offloaded weights and gradients.
+"""Offloaded weights and gradients: tensors that are fetched to the device when they are passed to a torch function.
 
-Nearly every torch function passes through ``__torch_function__``, which asks the owner of the tensors for their values
-first. Only ``torch.tensor``, ``torch.asarray``, ``new_tensor`` and code in C++ get the placeholder, which is NaN."""
+Nearly every torch function calls ``__torch_function__``, where the owner of the tensors first fetches their values.
+Only ``torch.tensor``, ``torch.asarray``, ``new_tensor`` and C++ code receive the placeholder, which is NaN.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +38,21 @@ _ALIASES: frozenset[Any] = frozenset(
 
 
 class TensorOwner(Protocol):
-    """The owner of offloaded tensors."""
+    """The interface of the object that holds offloaded tensors and fetches them."""
 
     def enter(self, parameters: Iterable[nn.Parameter], *, backward: bool = False) -> None:
-        """Put all ``parameters`` on the device. In a ``backward``, they stay there until the running node ends."""
+        """Put all ``parameters`` on the device.
+
+        In a ``backward``, they stay there until the running autograd node ends.
+        """
 
     def check_unshared(self, parameter: nn.Parameter) -> None:
-        """Raise :class:`ConfigError` if views of a weight on the device exist, which must not get a new value."""
+        """Raise :class:`ConfigError` if views of a weight exist on the
+        device, because they would not get a new value.
+        """
 
     def note_change(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Note that code may have changed weights on the device without a new version of the tensors."""
+        """Note that weights on the device may have changed although their version counters have not."""
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the value of ``parameter.grad``."""
@@ -55,16 +61,16 @@ class TensorOwner(Protocol):
         """Assign ``parameter.grad``."""
 
     def zero_gradient(self, gradient: OffloadedGradient) -> bool:
-        """Set an offloaded gradient to zero; return False if it is on the device."""
+        """Set an offloaded gradient to zero; return False, without an effect, if it is on the device."""
 
     def fetch(self, gradient: OffloadedGradient) -> Tensor:
-        """Return the values of a gradient on the device, until :meth:`put_back`."""
+        """Return the values of a gradient on the device, where they stay until :meth:`put_back`."""
 
     def note_changed_gradient(self, parameter: nn.Parameter) -> None:
-        """Note that code may have changed a fetched gradient without a new version of the tensor."""
+        """Note that a fetched gradient may have changed although its version counter has not."""
 
     def put_back(self, parameter: nn.Parameter) -> None:
-        """Write a fetched gradient to the tier if it was changed, and free it on the device."""
+        """Write a fetched gradient to the store if it was changed, and free it on the device."""
 
 
 def _refuse_new_memory(name: str) -> NoReturn:
@@ -75,7 +81,7 @@ def _refuse_new_memory(name: str) -> NoReturn:
 
 
 class OffloadedWeight(nn.Parameter):
-    """The class of a parameter while a :class:`TensorOwner` holds it. A copy is an ordinary parameter."""
+    """The class that a parameter has while a :class:`TensorOwner` offloads it. A copy is an ordinary parameter."""
 
     _offloaded_by: TensorOwner
 
@@ -86,7 +92,7 @@ class OffloadedWeight(nn.Parameter):
         return _call(func, args, kwargs or {})
 
     def set_(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse ``set_``: it bypasses ``__torch_function__``."""
+        """Raise an error, because ``set_`` bypasses ``__torch_function__``."""
         _refuse_new_memory("set_")
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -101,9 +107,10 @@ class OffloadedWeight(nn.Parameter):
 
 
 class OffloadedGradient(Tensor):
-    """The gradient of an offloaded parameter. Its own memory is a placeholder.
+    """The gradient of an offloaded parameter. The memory of this tensor is a placeholder.
 
-    ``value``: its values on the device, once it is no longer the parameter's gradient."""
+    ``value`` is the gradient's values on the device; it is set once the tensor is no longer the parameter's gradient.
+    """
 
     parameter: nn.Parameter
     value: Tensor | None
@@ -116,7 +123,7 @@ class OffloadedGradient(Tensor):
         return _call(func, args, kwargs or {})
 
     def set_(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse ``set_``: it bypasses ``__torch_function__``."""
+        """Raise an error, because ``set_`` bypasses ``__torch_function__``."""
         _refuse_new_memory("set_")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -131,7 +138,7 @@ count_as_plain(OffloadedGradient)
 
 
 def unfetched_gradient(parameter: nn.Parameter, owner: TensorOwner) -> OffloadedGradient:
-    """Return the gradient of ``parameter``, whose values ``owner`` fetches."""
+    """Return the gradient of ``parameter`` as a placeholder. ``owner`` fetches the values when they are used."""
     with as_plain_tensors():
         fill = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
         found: OffloadedGradient = as_class(OffloadedGradient, fill.expand(parameter.shape))
@@ -140,7 +147,7 @@ def unfetched_gradient(parameter: nn.Parameter, owner: TensorOwner) -> Offloaded
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a torch function that got an offloaded weight or gradient."""
+    """Call a torch function that has received an offloaded weight or gradient."""
     if func in METADATA:
         with as_plain_tensors():
             return func(*args, **kwargs)
@@ -164,7 +171,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _call_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function of lists for one element after another."""
+    """Call a torch function that takes lists once per list element, so that one tensor at a time is fetched."""
     lists = [each for each in (*args, *kwargs.values()) if isinstance(each, list | tuple)]
     count = len(lists[0])
 
@@ -227,7 +234,7 @@ def _call_fetched(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _assign_data(target: Tensor, value: Tensor) -> None:
-    """Copy ``value`` into ``target``, whose memory stays."""
+    """Copy ``value`` into the memory of ``target``, as an assignment to ``target.data``."""
     if (value.shape, value.dtype, value.device) != (target.shape, target.dtype, target.device):
         raise ConfigError(
             f"an assignment to .data of an offloaded parameter changes {target.dtype} {list(target.shape)} on "
@@ -247,8 +254,10 @@ def _offloaded_in(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _replaced(value: Any, others: dict[int, Any]) -> Any:
-    """Return ``value`` with objects inside nested containers replaced. ``others``: id of an object → its
-    replacement."""
+    """Return ``value`` with objects in nested containers replaced.
+
+    ``others`` maps the id of an object to its replacement.
+    """
     if id(value) in others:
         return others[id(value)]
     if type(value) in (list, tuple):
@@ -259,8 +268,10 @@ def _replaced(value: Any, others: dict[int, Any]) -> Any:
 
 
 def _with_edges(value: Any) -> Any:
-    """Return arguments of ``torch.autograd.grad`` with each offloaded weight replaced by its gradient edge, so that no
-    weight is fetched."""
+    """Return arguments of ``torch.autograd.grad`` in which gradient edges replace the offloaded weights.
+
+    Then no weight is fetched.
+    """
     if isinstance(value, OffloadedWeight):
         with as_plain_tensors():
             return get_gradient_edge(value)

@@ -1,4 +1,4 @@
-"""Resolved arguments of ``parallax.swap``: its device, tier and folder, and the store that they describe."""
+"""The checked arguments of ``parallax.swap``, with device, offload tier and folder determined."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SLAB_BYTES = 2**28  # pinned at one time, because few loops use the whole capac
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Resolved arguments of :func:`swap`; None: auto."""
+    """The checked arguments of :func:`swap`. None stands for auto."""
 
     limit: int | None
     policy: Policy
@@ -56,12 +56,15 @@ class Options:
             )
 
     def check_tier(self) -> None:
-        """Raise :class:`SwapError` if the tier could not be opened later, in the middle of a step."""
+        """Raise :class:`SwapError` if the offload tier could not be opened later, in the middle of a step."""
         check_tier_opens(self.tier, self.directory, SCOPE)
 
     def open_store(self, limit: int, parameter_bytes: int = 0) -> Store:
-        """Open the offload tier of ``device``, whose limit is ``limit``; it also holds ``parameter_bytes`` of weights
-        with their gradients and states."""
+        """Open a store in the offload tier.
+
+        ``limit`` is the limit of device memory. The store also has room for ``parameter_bytes`` of weights, with their
+        gradients and optimizer states.
+        """
         delay = Delays() if self.verify else no_delay
         return open_store(
             StoreRequest(
@@ -77,13 +80,13 @@ class Options:
         )
 
     def _usual_bytes(self, limit: int) -> int:
-        """Return the capacity of the tier for ``tier_bytes=auto``."""
+        """Return the capacity of the offload tier for ``tier_bytes=auto``."""
         free = self.tier.free_bytes(self.directory, available_memory())
         return min(free // 2, _HOST_LIMITS * limit) if self.tier.in_ram else free * 8 // 10
 
 
 def device_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> torch.device:
-    """Return the single device of the model and the optimizers."""
+    """Return the device of the model and the optimizers. Raises an error if there are several."""
     found = {tensor.device for tensor in held_tensors(model, optimizers)}
     if len(found) > 1 or {device.type for device in found} - {"cpu", *known_kinds()}:
         names = ", ".join(sorted(str(device) for device in found))
@@ -95,13 +98,13 @@ def device_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> torch.device
 
 
 def tier_for(tier: str, device: torch.device) -> Tier:
-    """Return the offload tier of ``device`` with that name."""
+    """Return the offload tier named ``tier`` for ``device``."""
     check_tier("tier", str(tier), without=NONE)
     return choose_tier("tier", tier, device_is_ram=device.type == "cpu")
 
 
 def usual_folder() -> Path:
-    """Return the default folder: in ``/var/tmp`` if possible, because ``/tmp`` is often in memory."""
+    """Return the default folder for swap files: in ``/var/tmp`` if possible, because ``/tmp`` is often in memory."""
     large = Path("/var/tmp")
     base = (
         large
@@ -112,7 +115,9 @@ def usual_folder() -> Path:
 
 
 class LazyStore:
-    """A store that the first write opens: if nothing is offloaded, there is no file, no thread and no pinned memory."""
+    """A store that is opened at the first write, so that without
+    offloading there is no file, thread or pinned memory.
+    """
 
     def __init__(self, tier: str, open_store: Callable[[], Store]) -> None:
         self.tier, self.slots = tier, SlotMap(0, "the unopened tier")
@@ -122,7 +127,7 @@ class LazyStore:
         call_after_fork(self)
 
     def after_fork(self) -> None:
-        """Replace the lock, which another thread of the parent may have held."""
+        """Replace the lock in a forked child, because another thread of the parent may have held it."""
         self._lock = threading.Lock()
 
     @property

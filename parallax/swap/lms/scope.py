@@ -1,19 +1,19 @@
 """Large Model Support in any training loop: ``with parallax.swap(model, limit="8GiB", optimizer=optimizer):``.
 
-The engine knows its blocks and its schedule. Of another training loop only its calls of torch are visible. So the
-limit is kept through them: tensors that autograd saves pass through the swap manager, and optimizer steps are
-taken in pieces (:mod:`parallax.swap.lms.states`). Memory that cannot be offloaded is subtracted from the limit
-first:
+In a training loop of the user's own, only the calls of torch are visible, not blocks and a schedule. So the limit is
+kept through these calls: tensors that autograd saves pass through the swap manager, and optimizer steps are taken in
+pieces (:mod:`parallax.swap.lms.states`). Memory that cannot be offloaded is subtracted from the limit first:
 
 ::
 
     limit = parameters and buffers + gradients + movable bytes
                                                  └─ saved activations, and optimizer states while they fit beside them
 
-With ``parameters=True`` most weights and gradients are offloaded as well (:mod:`parallax.swap.lms.weights`), and the
-limit counts only those on the device at one time. Nothing else is offloaded while everything fits. The limit covers
-the memory of the model and of autograd. Temporary memory of a running operator, and results that Python variables
-hold, come on top."""
+With ``parameters=True`` most weights and gradients are offloaded as well (:mod:`parallax.swap.lms.weights`), and only
+those on the device at one time count towards the limit. Otherwise nothing is offloaded while everything fits. The limit
+covers the memory of the model and of autograd. Temporary memory of a running operator, and results that Python
+variables hold, come on top.
+"""
 
 from __future__ import annotations
 
@@ -83,22 +83,24 @@ def swap(
 ) -> Swapping:
     """Return the context in which a training loop keeps to ``limit`` bytes of device memory.
 
-    ``limit``: bytes that parameters, gradients, saved activations and the states of ``optimizer`` may hold
-    together: a number, ``"8GiB"``, or auto: the bytes free now, less a margin. ``model``: the module whose
-    parameters and buffers stay on the device; several models in one ``nn.ModuleList``. ``optimizer``: one or
-    several, whose states are offloaded if the limit requires it; states of other optimizers are not counted.
-    ``parameters``: offload the model's weights and gradients too, and fetch them block by block.
+    ``model``: the module to train; for several models, one ``nn.ModuleList`` of them. Its parameters and buffers stay
+    on the device. ``parameters``: offload the model's weights and gradients too, and fetch them block by block.
 
-    ``tier``: host (pinned memory; CUDA only), disk, or auto. ``directory``: a folder of its own for the disk tier.
-    ``tier_bytes``: capacity of the tier. ``minimum_bytes``: smaller tensors are never offloaded (auto: 64 KiB, or
-    1 MiB on an accelerator). ``piece_bytes``: bytes of optimizer states to load at one time. ``threads`` and
-    ``verify`` are those of :class:`~parallax.swap.config.SwapConfig`; ``eager``, ``n_tensors``,
-    ``swapout_threshold``, ``swapin_ahead`` (also ``lb``) and ``swapin_groupby`` those of
-    :class:`~parallax.swap.activations.policy.Policy`. ``eager=auto``: tensors are offloaded as soon as they are
-    saved if one of the last five is set by hand, otherwise only when memory is short.
+    ``limit``: bytes that parameters, gradients, saved activations and the states of ``optimizer`` may hold together: a
+    number, a text such as ``"8GiB"``, or auto: the bytes free now, less a margin. ``optimizer``: one or several
+    optimizers, whose states are offloaded if the limit requires it. States of other optimizers are not counted.
 
-    Raises :class:`ConfigError` for invalid arguments, and :class:`BudgetExceeded` if memory that cannot be
-    offloaded exceeds the limit: on entry, or when one operator needs more than the movable bytes."""
+    ``tier``: host (pinned memory; CUDA only), disk, or auto. ``directory``: a folder for the disk tier, used by nothing
+    else. ``tier_bytes``: capacity of the tier. ``minimum_bytes``: smaller tensors are never offloaded (auto: 64 KiB, or
+    1 MiB on an accelerator). ``piece_bytes``: bytes of optimizer states to load at one time. ``threads`` and ``verify``
+    are those of :class:`~parallax.swap.config.SwapConfig`; ``eager``, ``n_tensors``, ``swapout_threshold``,
+    ``swapin_ahead`` (also ``lb``) and ``swapin_groupby`` those of :class:`~parallax.swap.activations.policy.Policy`.
+    ``eager=auto``: if one of these settings is changed from its default, tensors are offloaded as soon as they are
+    saved; otherwise only when memory is short.
+
+    Raises :class:`ConfigError` for invalid arguments, and :class:`BudgetExceeded` if memory that cannot be offloaded
+    exceeds the limit: on entry, or when one operator needs more than the movable bytes.
+    """
     ahead = _ahead(swapin_ahead, lb)
     arguments.check_model(model)
     device = device_of(model, optimizers := arguments.optimizers(optimizer))
@@ -137,7 +139,7 @@ def _policy(
 
 
 def _ahead(swapin_ahead: int | None, lb: int | None) -> int | None:
-    """Return the setting that has two names."""
+    """Return the value of the argument that may be called ``swapin_ahead`` or ``lb``."""
     if lb is None:
         return arguments.whole_or_none("swapin_ahead", swapin_ahead)
     if swapin_ahead is not None:
@@ -148,7 +150,10 @@ def _ahead(swapin_ahead: int | None, lb: int | None) -> int | None:
 
 
 class Swapping:
-    """An open or closed scope, made by :func:`swap`. It sees autograd of its own thread only."""
+    """The context that :func:`swap` returns.
+
+    It offloads only tensors that autograd saves on the thread that entered it.
+    """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> None:
         self._model, self._optimizers, self._options = model, optimizers, options
@@ -226,7 +231,7 @@ class Swapping:
             self._exit = stack.pop_all()
 
     def _hold_states(self, stack: contextlib.ExitStack, store: Store) -> None:
-        """Move the states of all optimizers until the end of ``stack``."""
+        """Take over the states of all optimizers, to offload them if necessary, until ``stack`` exits."""
         self._states = []
         for optimizer in self._optimizers:
             states = OptimizerStates(
@@ -242,7 +247,7 @@ class Swapping:
     def _offload(
         self, stack: contextlib.ExitStack, store: Store, limit: int
     ) -> OffloadedModel | None:
-        """Offload the model's parameters until the end of ``stack``, if the scope does so."""
+        """Offload the model's parameters until ``stack`` exits, if ``parameters`` is set; return them, or None."""
         if not self._options.parameters:
             return None
         scope = weakref.ref(self)
@@ -302,22 +307,24 @@ class Swapping:
 
     @property
     def open(self) -> bool:
-        """Whether the loop is inside the scope."""
+        """Whether the training loop is inside the context."""
         return self in _OPEN_SCOPES
 
     @property
     def statistics(self) -> SwapStatistics:
-        """Statistics of activations since the entry."""
+        """Statistics of activations since the context was entered."""
         self._add_statistics()
         return self._total
 
     @property
     def states(self) -> Sequence[OptimizerStates]:
-        """The states of each optimizer, in the order given."""
+        """The states of each optimizer, in the order of the argument ``optimizer``."""
         return self._states
 
     def report(self) -> str:
-        """Return a text: transfers, their cost, and the reasons."""
+        """Return a text on transfers and their cost in seconds, and on the
+        reasons why tensors were offloaded or kept.
+        """
         found = self.statistics
         lines = [str(self._share) if self._share else "not entered yet"]
         lines.append(
@@ -352,27 +359,30 @@ class Swapping:
     # ---- the limit
 
     def bytes_for_states(self, index: int) -> int:
-        """Bytes for the states of optimizer ``index`` and for activations: the movable bytes less the states of other
-        optimizers."""
+        """Return the bytes left for activations and for the states of
+        optimizer ``index``, beside other optimizers' states.
+        """
         assert self._share is not None
         fixed = sum(states.fixed_bytes for states in self._states)
         others = sum(s.device_bytes for i, s in enumerate(self._states) if i != index)
         return self._share.movable_bytes - fixed - others
 
     def activation_bytes(self) -> int:
-        """Bytes of activations on the device."""
+        """Return the bytes of saved activations on the device."""
         manager = self._manager()
         return manager.resident_bytes if manager is not None else 0
 
     def most_activation_bytes(self) -> int | None:
-        """Most bytes of activations so far; None if they filled the limit, so that some were offloaded."""
+        """Return the peak bytes of saved activations so far; None if they did not fit, so that some were offloaded."""
         self._add_statistics()
         return None if self._total.bytes_out else self._total.high_water
 
     def recount(self, *, grown: bool = False) -> None:
-        """Update the division of the limit, if layers were frozen, unfrozen or added since the last call, before a
-        backward makes their gradients. ``grown``: also because an operator needs more offloaded parameters at one
-        time."""
+        """Update the division of the limit if layers were frozen, unfrozen or added since the last call.
+
+        It must be called before a backward creates gradients of such layers. ``grown`` updates it anyway, because an
+        operator needs more offloaded parameters at one time.
+        """
         share, manager, before = self._share, self._manager(), self._trained
         assert share is not None
         self._trained = self._find_trained()
@@ -397,9 +407,11 @@ class Swapping:
         manager.limit_bytes = share.movable_bytes
 
     def _find_trained(self) -> list[tuple[int, bool]]:
-        """Return (id, trained) of the parameters that the model had at entry, and of those of its optimizers.
+        """Return (id, requires_grad) of the parameters that the model had at entry and of all parameters of its
+        optimizers.
 
-        The modules' current parameters are not used: during a forward, FSDP puts gathered parameters there."""
+        The modules' current parameters are not used, because FSDP puts gathered parameters there during a forward.
+        """
         stepped = (
             p for each in self._optimizers for group in each.param_groups for p in group["params"]
         )
@@ -428,7 +440,7 @@ class Swapping:
 
 
 class _Recount:
-    """Recounts fixed memory when a forward begins after a backward, and at the first forward."""
+    """Calls :meth:`Swapping.recount` at the first forward, and at each forward that follows a backward."""
 
     def __init__(self, scope: Swapping) -> None:
         self._scope, self._due = weakref.ref(scope), True
@@ -437,8 +449,10 @@ class _Recount:
         self._due = True
 
     def forward(self) -> None:
-        """Recount if necessary. Called when a forward saves a tensor, or a forward that is repeated inside a
-        backward."""
+        """Recount if a forward has begun.
+
+        Called for each saved tensor, also of a forward that is recomputed in a backward.
+        """
         if self._due and not in_backward():
             self._due = False
             scope = self._scope()
@@ -447,13 +461,13 @@ class _Recount:
 
 
 class _Budget:
-    """The memory budget of one optimizer's states."""
+    """The bytes that the states of one optimizer may use on the device."""
 
     def __init__(self, scope: Swapping, index: int) -> None:
         self._scope, self._index = weakref.ref(scope), index
 
     def bytes_now(self) -> int:
-        """Bytes available beside the activations that are on the device now."""
+        """Return the bytes available beside the activations that are on the device now."""
         relieve_memory()  # frees temporary memory of the previous piece
         scope = self._scope()
         return (
@@ -463,13 +477,13 @@ class _Budget:
         )
 
     def bytes_between_steps(self) -> int:
-        """Bytes available beside the largest activations so far; 0 if activations had to be offloaded."""
+        """Return the bytes available beside the peak of activations so far; 0 if activations had to be offloaded."""
         scope = self._scope()
         most = scope.most_activation_bytes() if scope is not None else None
         return 0 if scope is None or most is None else scope.bytes_for_states(self._index) - most
 
     def request(self, size: int) -> None:
-        """Offload states of the scope's other optimizers until ``size`` bytes are free, or as far as possible."""
+        """Offload states of the context's other optimizers until ``size`` bytes are free, or as far as possible."""
         scope = self._scope()
         for index, other in enumerate(scope.states if scope is not None else ()):
             if (
@@ -487,9 +501,10 @@ def _saving(
     states: Sequence[OptimizerStates],
     recount: _Recount,
 ) -> torch.autograd.graph.saved_tensors_hooks:
-    """Return the manager's hooks, which also evict optimizer states and raise errors in terms of the limit.
+    """Return the manager's saved-tensor hooks, extended to evict optimizer states and to explain errors by the limit.
 
-    Graphs hold these functions, so the functions must not hold the scope."""
+    Autograd graphs reference these functions, so the functions must not reference the context.
+    """
     hooks = offloading(manager, selector, micro=0)
     pack_hook, unpack_hook = hooks.pack_hook, hooks.unpack_hook
 
@@ -552,8 +567,11 @@ def _exceeded(share: Share, manager: SwapManager, needed_bytes: int) -> BudgetEx
 
 
 def _close_store(store: Store) -> None:
-    """Close the store. A garbage collector may call this on one of the store's own threads, which cannot join itself;
-    then a new thread closes the store."""
+    """Close the store.
+
+    A garbage collector may call this on one of the store's own threads, which cannot join itself. Then a new thread
+    closes the store.
+    """
     if threading.current_thread().name.startswith("parallax-swap"):
         threading.Thread(target=store.close, name="swap-close").start()
     else:

@@ -1,10 +1,10 @@
-"""Offload of a torch optimizer's states: only the states of the parameters that are being stepped are on the device.
+"""Offload the states of a torch optimizer: a step loads only the states of the parameters that it updates next.
 
-States are needed only while ``step`` runs, and only those of the parameters that are stepped at that moment. So a
-step is taken piece by piece: each time the optimizer's own step runs on a stand-in that shares everything with the
-optimizer except its list of parameters. The optimizer itself is never changed. So hooks, schedulers and scalers
-see one step, and the same kernels run on the same operands as without offload. An optimizer whose step by pieces
-has another result (:mod:`parallax.swap.lms.divisible`) is stepped whole, with all its states on the device.
+Each step is taken in pieces, one subset of the parameters at a time. For each piece, the optimizer's own ``step`` runs
+on a stand-in, an object that shares everything with the optimizer except the list of parameters. The optimizer itself
+is never changed. So hooks, schedulers and scalers see one step, and the same kernels run on the same operands as
+without offload. If taking the step in pieces would change the result (:mod:`parallax.swap.lms.divisible`), the
+optimizer is stepped whole, with all its states on the device.
 
 ::
 
@@ -15,10 +15,11 @@ has another result (:mod:`parallax.swap.lms.divisible`) is stepped whole, with a
 States that fit beside the activations stay on the device until activations need their memory
 (:meth:`OptimizerStates.free_device_bytes`).
 
-A step that fails between two pieces cannot be undone: the first pieces are stepped, and a second attempt would
-step them again. So the memory for the largest piece is checked in advance. After any other failure no step is
-taken until a checkpoint is loaded. A KeyboardInterrupt between two pieces or inside one is such a failure; while
-states are moved, it is deferred (:func:`~parallax.common.signals.uninterrupted`)."""
+A step that fails between two pieces cannot be undone: the first pieces are stepped, and a second attempt would step
+them again. So the memory for the largest piece is checked in advance. After any other failure no step is taken until a
+checkpoint is loaded. A KeyboardInterrupt during a step is such a failure; while states are moved, it is deferred
+(:func:`~parallax.common.signals.uninterrupted`).
+"""
 
 from __future__ import annotations
 
@@ -65,13 +66,15 @@ _GUESS = 2  # assumed states per parameter before the first step of an unknown o
 
 
 class StateBudget(Protocol):
-    """The bytes that the states of one optimizer may hold on the device."""
+    """The interface that tells how many bytes the states of one optimizer may use on the device."""
 
     def bytes_now(self) -> int:
-        """Bytes available while a step runs."""
+        """Return the bytes of device memory that the states may use while a step runs."""
 
     def bytes_between_steps(self) -> int:
-        """Bytes available beside the activations of the next step, if it is like the previous ones."""
+        """Return the bytes that the states may use between steps, beside the
+        activations that the next step is expected to save.
+        """
 
     def request(self, size: int) -> None:
         """Offload the states of other optimizers, as far as possible, until ``size`` bytes are available."""
@@ -80,9 +83,11 @@ class StateBudget(Protocol):
 class OptimizerStates:
     """Moves the states of ``optimizer`` between the device and ``store`` until closed.
 
-    It steps in pieces every optimizer that updates each parameter by itself: all of ``torch.optim`` except LBFGS.
-    Raises :class:`ConfigError` for LBFGS and other optimizers known to need all their states, here or in ``step``.
-    ``step`` also raises :class:`BudgetExceeded` before anything is stepped, and :class:`SwapError`."""
+    An optimizer that updates each parameter independently, such as all of ``torch.optim`` except LBFGS, is stepped in
+    pieces. The constructor or ``step`` raises :class:`ConfigError` for LBFGS and other optimizers known to need all
+    their states at once. ``step`` also raises :class:`BudgetExceeded`, before any parameter is stepped, and
+    :class:`SwapError`.
+    """
 
     def __init__(
         self,
@@ -137,7 +142,7 @@ class OptimizerStates:
         )
 
     def report(self) -> str:
-        """Return one line: bytes of states, transfers, seconds waited."""
+        """Return one line of text: bytes of states, bytes transferred, seconds waited."""
         if self._closed_bytes is None:
             self.count()  # includes states made outside of ``step``
         states = self._all_bytes if self._closed_bytes is None else self._closed_bytes
@@ -155,7 +160,7 @@ class OptimizerStates:
 
     @uninterrupted()
     def count(self) -> None:
-        """Update the sizes of all states: the optimizer may have made, loaded or dropped some."""
+        """Update the known sizes of all states, because the optimizer may have created, loaded or dropped some."""
         state = self._optimizer.state
         for parameter in [
             p for p, offloaded in self._offloaded.items() if state.get(p) is not offloaded
@@ -184,8 +189,10 @@ class OptimizerStates:
         )
 
     def free_device_bytes(self, size: int) -> None:
-        """Free ``size`` bytes on the device, or as many as possible. Writes that have ended are finished first; if that
-        is not enough, all states are offloaded."""
+        """Free ``size`` bytes on the device, or as many as possible.
+
+        Copies whose writes have ended are freed first. If that is not enough, all states are offloaded.
+        """
         most = self.device_bytes - size
         self._finish_writes()
         while self.device_bytes > most and (self._resident or self._writing):
@@ -196,7 +203,7 @@ class OptimizerStates:
 
     @uninterrupted()
     def close(self) -> None:
-        """Put all states on the device and restore the optimizer as it was."""
+        """Put all states on the device and end the offload."""
         vars(self._optimizer).pop("register_step_pre_hook", None)
         self._compiled_again()
         for hook in [self._last, *self._hooks]:
@@ -217,7 +224,10 @@ class OptimizerStates:
     # ---- hooks of the optimizer
 
     def _register_before(self, hook: Any) -> RemovableHandle:
-        """Run other hooks first, whenever they are registered: they may change gradients, or raise."""
+        """Register a step hook of the user so that it runs before the hook of this object.
+
+        It may change gradients or raise an error, so it must run first even if it is registered later.
+        """
         handle = self._register(hook)
         self._last.remove()
         self._last = self._register(self._before)
@@ -226,8 +236,7 @@ class OptimizerStates:
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
-        """The hook before a step: step all pieces but the last, and make the optimizer's own step step the last
-        piece."""
+        """Hook before a step: step all pieces except the last, which the optimizer's own ``step`` then steps."""
         if optimizer is not self._optimizer:
             return None  # a stand-in, whose step calls a step that has hooks again
         if self._half_done:
@@ -264,11 +273,11 @@ class OptimizerStates:
         return not self.whole
 
     def _block_of(self, parameter: Tensor) -> int | None:
-        """Return the block of offloaded weights that a parameter belongs to; None: it is resident."""
+        """Return the block of offloaded weights that a parameter belongs to; None if its weights are not offloaded."""
         return None if self._weights is None else self._weights.block_of(parameter)
 
     def _load_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Load all states; the optimizer steps itself and runs its closure."""
+        """Load all states, so that the optimizer steps all parameters itself and runs the closure."""
         kind = type(self._optimizer).__name__
         if any(
             self._block_of(p) is not None
@@ -304,7 +313,7 @@ class OptimizerStates:
         self._offload_excess()
 
     def _fill(self, optimizer: Optimizer, found: dict[str, Any]) -> dict[str, Any]:
-        """Replace offloaded states in a state dict by host copies."""
+        """Replace offloaded states in a state dict by copies in host memory."""
         for group, packed in zip(optimizer.param_groups, found["param_groups"]):
             for parameter, index in zip(group["params"], packed["params"]):
                 if (
@@ -324,8 +333,11 @@ class OptimizerStates:
     # ---- one step
 
     def _pieces(self) -> list[Piece]:
-        """Return parameters with a gradient, in order, in runs whose states fit beside those being read and written,
-        and whose offloaded weights are of one block."""
+        """Return the parameters that have a gradient, in order, divided into pieces.
+
+        The states of a piece fit beside the states being read and written, and all offloaded weights of a piece are in
+        one block.
+        """
         most = min(self._piece_bytes, self._budget.bytes_now() // 3)
         pieces: list[Piece] = []
         size, block = most + 1, None
@@ -347,8 +359,9 @@ class OptimizerStates:
         return _GUESS * local_bytes(parameter) if known is None else known
 
     def _known_size(self, index: int, parameter: Tensor) -> int | None:
-        """Return the bytes of a parameter's states, with the states that its first step will make; None if their size
-        is unknown."""
+        """Return the bytes of a parameter's states, including states that
+        the first step will create; None if unknown.
+        """
         if parameter in self._offloaded:
             return self._offloaded[parameter].size
         if parameter in self._resident:
@@ -359,10 +372,11 @@ class OptimizerStates:
         return 0 if made is None and parameter in self._stepped else made
 
     def _check_fits(self, pieces: list[Piece]) -> None:
-        """Raise :class:`BudgetExceeded` if a piece does not fit with all other states offloaded.
+        """Raise :class:`BudgetExceeded` if a piece does not fit even with all other states offloaded.
 
-        Guessed sizes raise nothing. If an unknown optimizer makes more states than fit, its first step exceeds the
-        limit and its second one raises."""
+        Sizes that are only guessed raise no error. If an unknown optimizer creates more states than fit, its first step
+        exceeds the limit and its second step raises the error.
+        """
         need = max(
             (sum(self._known_size(*each) or 0 for each in piece) for piece in pieces), default=0
         )
@@ -379,8 +393,10 @@ class OptimizerStates:
     def _step_all_but_last(
         self, step: ChunkedStep, pieces: list[Piece], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Optimizer:
-        """Step all pieces but the last; return the stand-in for the last piece. The step is incomplete until the last
-        piece is stepped."""
+        """Step all pieces but the last, and return the stand-in for the last piece.
+
+        The step is incomplete until the last piece is stepped.
+        """
         kept = 0
         for piece, following in pairwise(pieces):
             self._load(piece)
@@ -401,7 +417,7 @@ class OptimizerStates:
         )
 
     def _load(self, piece: Piece) -> None:
-        """Load the states of a piece, or free bytes for states to be made."""
+        """Load the states of a piece, and free bytes for the states that its step will create."""
         parameters = {parameter for _, parameter in piece}
         for _, parameter in piece:
             offloaded = self._offloaded.get(parameter)
@@ -432,8 +448,11 @@ class OptimizerStates:
 
     @uninterrupted()
     def _keep_or_offload(self, piece: Piece, kept: int) -> int:
-        """Keep the optimizer states of ``piece``, which was stepped, as far as they fit beside the activations, and
-        offload the others; return the bytes kept."""
+        """Keep the states of ``piece``, which was stepped, as far as they fit beside the activations, and offload the
+        others.
+
+        ``kept`` is the bytes of states kept so far in this step; the result adds those of this piece.
+        """
         for _, parameter in piece:
             made = self._optimizer.state.get(parameter)
             size = moved_bytes(parameter, made) if made else 0
@@ -446,7 +465,10 @@ class OptimizerStates:
         return kept
 
     def _offload_excess(self) -> None:
-        """Offload states that do not fit between steps, last first, because the next step begins with the first."""
+        """Offload states that do not fit between steps.
+
+        The last ones go first, because the next step begins with the first.
+        """
         excess = sum(self._resident.values()) - self._budget.bytes_between_steps()
         for parameter, size in reversed(list(self._resident.items())):
             if excess <= 0:
@@ -500,7 +522,10 @@ class OptimizerStates:
 
     @uninterrupted()
     def _finish_oldest_write(self) -> None:
-        """Wait for the oldest write. If it failed, restore its states, so that nothing is lost."""
+        """Wait for the oldest write.
+
+        If it failed, restore the states that it should have written, so that none are lost.
+        """
         offloaded = self._writing.popleft()
         if self._offloaded.get(offloaded.parameter) is not offloaded:
             return
@@ -530,7 +555,7 @@ class OptimizerStates:
         self.bytes_in += offloaded.size
 
     def _recall(self, parameter: Tensor) -> dict[Any, Any]:
-        """Restore and return the states of a parameter because other code reads them."""
+        """Restore and return the states of a parameter, because other code reads them."""
         offloaded = self._offloaded.get(parameter)
         if offloaded is not None:
             if not offloaded.on_device:
@@ -557,8 +582,11 @@ class OptimizerStates:
 
     @uninterrupted()
     def _drop(self, offloaded: OffloadedStates, alone: object) -> None:
-        """Free states that the optimizer has dropped. If any object besides ``alone`` still references them, restore
-        them instead, because that code may assign them to another parameter."""
+        """Free offloaded states that the optimizer has dropped.
+
+        If an object other than ``alone`` still references them, restore them instead, because that code may assign them
+        to another parameter.
+        """
         self._forget_write(id(offloaded))
         if sys.getrefcount(offloaded) > sys.getrefcount(alone):
             offloaded.restore()

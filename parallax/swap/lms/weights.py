@@ -1,20 +1,20 @@
-"""Offload of a model's weights and gradients in a training loop of the user's own.
+"""Offload a model's weights and gradients in a training loop of the user's own.
 
-The engine knows where a block begins and ends. A loop of the user's own also uses weights elsewhere: in a tied head,
-in an average of the weights, in a norm of all gradients. So inside the scope each offloaded parameter is an
-:class:`OffloadedWeight`, and its gradient an :class:`OffloadedGradient`. A torch function that gets one of them first
-fetches it, wherever it is called:
+Such a loop may use weights outside of blocks: in a tied head, in an average of the weights, in a norm of all gradients.
+So inside the context each offloaded parameter is an :class:`OffloadedWeight`, and its gradient is an
+:class:`OffloadedGradient`. Any torch function that receives one of these tensors first fetches it:
 
 ::
 
     function of weights            enter their blocks ─▶ call it             (forward, average, state_dict)
     autograd saves a weight        keep a :class:`SavedWeight`, and enter its block when the backward unpacks it
-    autograd makes a gradient      write it to the tier, added to the stored one
+    autograd makes a gradient      write it to the store, added to the stored one
     function of gradients          read them ─▶ call it ─▶ write those that it changed
     piece of an optimizer step     plain parameters with plain gradients (:meth:`OffloadedModel.lend`)
 
 A block is a run of parameters in the order of the model. It stays on the device while other tensors share its memory,
-so a view of a weight is always valid. A gradient stays on the device while an alias of it exists."""
+so a view of a weight is always valid. A gradient stays on the device while an alias of it exists.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _PLAIN_INSIDE = nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Transforme
 
 
 class SavedWeight:
-    """A weight, or a view of one, that autograd saved for backward."""
+    """An offloaded weight, or a view of one, that autograd saved for the backward."""
 
     __slots__ = ("_dtype", "_layout", "_owner", "_parameter", "_version")
 
@@ -74,7 +74,7 @@ class SavedWeight:
             self._layout = offset - start // saved.element_size(), size, stride
 
     def unpack(self) -> Tensor:
-        """Return it, on the device."""
+        """Return the weight or view, on the device."""
         parameter = self._parameter
         self._owner.enter([parameter], backward=True)
         with as_plain_tensors(), torch.no_grad():
@@ -89,11 +89,12 @@ class SavedWeight:
 
 
 class OffloadedModel:
-    """The weights and gradients of ``model`` of at least ``minimum_bytes`` each, in ``store`` until restored.
+    """The weights and gradients of ``model`` of at least ``minimum_bytes`` each, kept in ``store`` until restored.
 
-    ``limit``: bytes of the whole scope. ``grown`` is called when an operator needs more weights at one time than
-    :attr:`limit_bytes` allowed. These parameters stay on the device: those that share memory with other tensors, that
-    are not contiguous, of a subclass of ``nn.Parameter``, and of TorchScript modules."""
+    ``limit`` is the bytes of device memory for everything. ``grown`` is called when an operator needs more weights at
+    one time than :attr:`limit_bytes` allowed. Parameters stay on the device if they share memory with other tensors, if
+    they are not contiguous, if they are of a subclass of ``nn.Parameter``, or if they belong to a TorchScript module.
+    """
 
     def __init__(
         self,
@@ -140,22 +141,22 @@ class OffloadedModel:
 
     @property
     def limit_bytes(self) -> int:
-        """Most bytes of weights and gradients on the device at one time.
+        """The most bytes of weights and gradients on the device at one time.
 
-        The limit includes one more gradient, because the backward of a first layer makes a gradient without reading its
-        weight.
+        It includes one gradient more than a block has, because the backward of a first layer creates a gradient without
+        reading the weight.
         """
         self._largest = max((p.nbytes for p in self._block_of if p.requires_grad), default=0)
         return self._offloaded.limit_bytes + self._largest
 
     @property
     def high_water(self) -> int:
-        """Most bytes of weights and gradients that were on the device at one time."""
+        """The peak bytes of weights and gradients on the device."""
         self._count()
         return self._most
 
     def report(self) -> str:
-        """Return one line: bytes of weights, transfers, seconds waited."""
+        """Return one line of text: bytes of weights, bytes transferred, seconds waited."""
         self._count()
         return (
             f"parameters: {format_bytes(self._bytes)} of weights offloaded, {format_bytes(self._moved_out)} out, "
@@ -163,18 +164,21 @@ class OffloadedModel:
         )
 
     def holds(self, parameter: Tensor) -> bool:
-        """Whether it is one of the offloaded parameters."""
+        """Whether ``parameter`` is offloaded."""
         return parameter in self._block_of
 
     def block_of(self, parameter: Tensor) -> int | None:
-        """Return the block of a parameter; None: it is resident."""
+        """Return the block of an offloaded parameter; None if the parameter stays on the device."""
         return self._block_of.get(parameter)  # type: ignore[call-overload]
 
     # ---- weights
 
     def enter(self, parameters: Iterable[nn.Parameter], *, backward: bool = False) -> None:
-        """Wait until all ``parameters`` are on the device. They stay there until other blocks are entered. If a
-        backward node unpacks them, they stay at least until this node ends."""
+        """Wait until all ``parameters`` are on the device.
+
+        They stay there until other blocks are entered and, in a ``backward``, at least until the running autograd node
+        ends.
+        """
         if not self._open:
             return
         self._take_back()
@@ -205,7 +209,7 @@ class OffloadedModel:
     def saving(
         self, hooks: torch.autograd.graph.saved_tensors_hooks
     ) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return hooks that save offloaded weights as :class:`SavedWeight`, and all other tensors by ``hooks``."""
+        """Return hooks that save offloaded weights as :class:`SavedWeight`, and pass all other tensors to ``hooks``."""
         pack_hook, unpack_hook = hooks.pack_hook, hooks.unpack_hook
 
         def pack(tensor: Tensor) -> Any:
@@ -230,7 +234,9 @@ class OffloadedModel:
         return None if parameter is None else SavedWeight(self, parameter, tensor)
 
     def check_unshared(self, parameter: nn.Parameter) -> None:
-        """Raise :class:`ConfigError` if views of a weight on the device exist, which must not get a new value."""
+        """Raise :class:`ConfigError` if views of a weight exist on the
+        device, because they would not get a new value.
+        """
         if self._offloaded.is_referenced(self._block_of[parameter]):
             raise ConfigError(
                 ".data of an offloaded parameter is assigned while a Python variable holds a view of it, or of another "
@@ -238,7 +244,7 @@ class OffloadedModel:
             )
 
     def note_change(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Note that code may have changed weights on the device without a new version of the tensors."""
+        """Note that weights on the device may have changed although their version counters have not."""
         for block in {self._block_of[p] for p in parameters}:
             self._offloaded.note_change(block)
 
@@ -259,7 +265,7 @@ class OffloadedModel:
         return found
 
     def _check_gradient(self, parameter: nn.Parameter, found: Tensor | None) -> None:
-        """Refuse a gradient on the device that neither autograd nor Python code has put there."""
+        """Raise an error for a gradient on the device that neither autograd nor Python code has assigned."""
         known = (
             found is None
             or parameter in self._offloaded.kept_gradients
@@ -294,7 +300,7 @@ class OffloadedModel:
             )(parameter)
 
     def zero_gradient(self, gradient: OffloadedGradient) -> bool:
-        """Set an offloaded gradient to zero; return False if it is on the device."""
+        """Set an offloaded gradient to zero; return False, without an effect, if it is on the device."""
         with as_plain_tensors():
             if gradient.value is not None or gradient.parameter.grad is not None:
                 return False
@@ -302,7 +308,7 @@ class OffloadedModel:
         return True
 
     def fetch(self, gradient: OffloadedGradient) -> Tensor:
-        """Return the values of a gradient on the device, until :meth:`put_back`."""
+        """Return the values of a gradient on the device, where they stay until :meth:`put_back`."""
         if gradient.value is not None:
             return gradient.value
         self._collect_kept()
@@ -320,13 +326,15 @@ class OffloadedModel:
         return found
 
     def note_changed_gradient(self, parameter: nn.Parameter) -> None:
-        """Note that code may have changed a fetched gradient without a new version of the tensor."""
+        """Note that a fetched gradient may have changed although its version counter has not."""
         if parameter in self._fetched:
             self._fetched[parameter] = -1
 
     def put_back(self, parameter: nn.Parameter) -> None:
-        """Free the copy of a gradient on the device, after writing it to the tier if it was changed. If an alias of it
-        exists, the gradient stays on the device instead of in the tier."""
+        """Write a fetched gradient to the store if it was changed, and free it on the device.
+
+        If an alias of the gradient exists, it stays on the device and is not stored.
+        """
         if parameter not in self._fetched:
             return
         with as_plain_tensors():
@@ -342,7 +350,7 @@ class OffloadedModel:
                 self._offloaded.write_gradient(parameter, found)
 
     def _collect_kept(self) -> None:
-        """Offload gradients on the device that no other code references any more."""
+        """Offload the gradients that stayed on the device because of aliases, as soon as no alias exists any more."""
         if not self._offloaded.kept_gradients:
             return
         with as_plain_tensors():
@@ -366,9 +374,11 @@ class OffloadedModel:
     # ---- optimizer steps
 
     def lend(self, parameters: Iterable[Tensor], *, gradients_change: bool) -> None:
-        """Make those of ``parameters`` that are offloaded plain parameters with plain gradients on the device, until
-        :meth:`return_lent` or until the next block is entered. ``gradients_change``: the step may change gradients
-        without a new version."""
+        """Make ``parameters`` plain parameters with plain gradients on the device, for a step of their optimizer.
+
+        This ends with :meth:`return_lent` or when the next block is entered. Parameters that are not offloaded are
+        ignored. ``gradients_change``: the step may change gradients without changing their versions.
+        """
         mine = [p for p in parameters if isinstance(p, nn.Parameter) and self.holds(p)]
         if not mine:
             return
@@ -382,12 +392,16 @@ class OffloadedModel:
         self._leased = mine
 
     def return_lent(self) -> None:
-        """End the last :meth:`lend`: write the gradients that were changed; weights are written when their block is
-        evicted."""
+        """End the last :meth:`lend`, and write the gradients that were changed.
+
+        Weights are written when they are evicted.
+        """
         self._take_back()
 
     def end_step(self) -> None:
-        """Note that an optimizer step ended."""
+        """End the last :meth:`lend` after an optimizer step, and expect the
+        next step to use the blocks in the same order.
+        """
         self._take_back()
         self._collect_kept()
         self._offloaded.restart_visits()
@@ -404,7 +418,10 @@ class OffloadedModel:
         parameter.__class__ = OffloadedWeight
 
     def _check_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        """Refuse a step by an optimizer that the scope does not know: it would fetch everything at one time."""
+        """Raise an error for a step of an optimizer that was not passed to ``parallax.swap``.
+
+        Such a step would fetch all weights at one time.
+        """
         if any(optimizer is each for each in self._optimizers) or inner_optimizers(optimizer):
             return
         stepped = (p for group in optimizer.param_groups for p in group["params"])
@@ -455,7 +472,7 @@ class OffloadedModel:
             self._offload_again(parameter)
 
     def _pin(self) -> None:
-        """Keep the blocks of plain parameters on the device."""
+        """Keep the blocks with plain parameters on the device."""
         self._pinned = tuple(
             dict.fromkeys(self._block_of[p] for _, held in self._plain for p in held)
         )
@@ -463,7 +480,7 @@ class OffloadedModel:
     # ---- the end
 
     def restore(self) -> None:
-        """Put all weights and gradients on the device as plain parameters."""
+        """Put all weights and gradients on the device as plain parameters, and end the offload."""
         self._take_back()
         self._count()
         gradients = {p: self.gradient(p) for p in self._block_of}
@@ -509,7 +526,7 @@ class OffloadedModel:
 
 
 class _ModuleHook:
-    """A hook of a module, which does nothing in a copy of the module."""
+    """A hook of a module that does nothing in a copy of the module."""
 
     def __init__(self, run: Callable[[nn.Module], None]) -> None:
         self._run = run
@@ -546,7 +563,7 @@ def _copy_to_host(module: nn.Module, state: dict[str, Any], prefix: str, _: Any)
 
 
 def _blocks_of(model: nn.Module, block_bytes: int, minimum_bytes: int) -> list[list[nn.Parameter]]:
-    """Return runs of parameters to offload, in the order of the model."""
+    """Return the parameters to offload, in the order of the model, divided into blocks."""
     scripted = {
         p for m in model.modules() if isinstance(m, torch.jit.ScriptModule) for p in m.parameters()
     }
@@ -564,8 +581,10 @@ def _blocks_of(model: nn.Module, block_bytes: int, minimum_bytes: int) -> list[l
 
 
 def _may_move(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter can be offloaded: plain, real numbers, contiguous memory that no other tensor
-    shares."""
+    """Return whether a parameter can be offloaded.
+
+    It must be a plain parameter of real numbers, in contiguous memory that it shares with no other tensor.
+    """
     if (
         type(parameter) is not nn.Parameter
         or parameter.layout is not torch.strided
@@ -578,8 +597,10 @@ def _may_move(parameter: nn.Parameter) -> bool:
 
 
 def _refuse_reducers(model: nn.Module) -> None:
-    """Raise :class:`ConfigError` for DataParallel, DistributedDataParallel and process groups of several ranks, which
-    would sum gradients on the device."""
+    """Raise :class:`ConfigError` for DataParallel, DistributedDataParallel, and process groups of several ranks.
+
+    These would sum gradients on the device.
+    """
     wrappers = nn.DataParallel, nn.parallel.DistributedDataParallel
     wrapper = next((m for m in model.modules() if isinstance(m, wrappers)), None)
     group = torch.distributed

@@ -1,6 +1,8 @@
-"""Plain tensors inside tensor subclasses: FSDP's and tensor parallelism's DTensor wraps the shard of one rank.
+"""Access the plain tensors inside tensor subclasses, such as the shard of a rank in a DTensor (FSDP, tensor
+parallelism).
 
-Such a wrapper has a size and a device but no memory of its own. Only its inner tensors can be counted or moved."""
+A subclass instance has a size and a device but no memory. Only its inner tensors can be counted or moved.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ Rebuild = Callable[[Iterator[Tensor]], Tensor]
 
 
 def parts(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that hold a tensor's memory on this rank: the tensor itself, or its inner tensors."""
+    """Return the plain tensors whose memory holds a tensor's data on this
+    rank: the tensor itself, or its inner tensors.
+    """
     return take_apart(tensor)[0]
 
 
@@ -29,7 +33,7 @@ def address_of(part: Tensor) -> int:
 
 
 def local_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor on this rank; a wrapper's ``nbytes`` may be those of all ranks."""
+    """Return the bytes of a tensor on this rank. ``nbytes`` of a tensor subclass may include other ranks."""
     return sum(part.nbytes for part in parts(tensor))
 
 
@@ -41,8 +45,10 @@ def wraps(tensor: Tensor) -> bool:
 
 
 def take_apart(tensor: Tensor) -> tuple[list[Tensor], Rebuild]:
-    """Return a tensor's plain tensors, and a function that rebuilds the wrapper from as many other tensors. The
-    function references none of the original tensors."""
+    """Return a tensor's plain tensors, and a function that rebuilds the tensor subclass from replacements of them.
+
+    The function references none of the original tensors.
+    """
     if not wraps(tensor):
         return [tensor], next
     kind: Any = type(tensor)

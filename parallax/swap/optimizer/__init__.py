@@ -1,1 +1,1 @@
-"""The host optimizer: offloaded optimizer states, stepped beside the next forward or in pieces."""
+"""Optimizer steps on the host with offloaded states, which run during the next forward."""

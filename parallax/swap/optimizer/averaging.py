@@ -1,8 +1,9 @@
-"""Averaged weights as one more state of each parameter, which every step of an optimizer updates after its own update.
+"""Averaged weights (EMA), kept as one more optimizer state of each parameter.
 
-So averages are offloaded, sharded, saved and counted as all states are, and have the precision of the master weights.
-The states begin with the weights before a parameter's first step. How much a step adds is a setting of the parameter
-groups, as the learning rate is."""
+So averages are offloaded, sharded, saved and counted like all other states, in the precision of the master weights. An
+average starts as the weights before the parameter's first step. The share of the new weights is a setting of the
+parameter groups, like the learning rate.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +19,17 @@ from parallax.model.private import lerp_each_in_place
 
 AVERAGE = "weight_average"  # key of a state
 SHARE = "average_share"
-"""Key of a parameter group: the share of the new weights in the average after a step; 0: the average stays. None: the
-step only exchanges weights and averages."""
+"""Key of a parameter group: the share of the new weights in the average after a step. 0 leaves the average unchanged.
+With None, the step only exchanges weights and averages."""
 _TRIED = 0.25  # share in trials of an optimizer; a run sets a share for each step
 _EXCHANGED_ELEMENTS = 2**20  # elements that are copied at one time
 
 
 def averaging(optimizer: Optimizer) -> Optimizer:
-    """Change the class of ``optimizer`` so that its steps, and those of its clones, also update the averages; return
-    it."""
+    """Make the steps of ``optimizer``, and of its clones, also update averaged weights. Return ``optimizer``.
+
+    Its class is replaced by a subclass.
+    """
     kind: Any = type(optimizer)
     optimizer.__class__ = _averaging(kind)
     set_share(optimizer, _TRIED)
@@ -34,7 +37,10 @@ def averaging(optimizer: Optimizer) -> Optimizer:
 
 
 def set_share(optimizer: Optimizer, share: float | None) -> None:
-    """Set the share of the next step's weights in the averages."""
+    """Set the share of the new weights in the averages at the next step.
+
+    None exchanges weights and averages instead.
+    """
     for group in optimizer.param_groups:
         group[SHARE] = share
 

@@ -1,5 +1,6 @@
-"""The buckets of an optimizer, and where their states are between steps: with the weights, in host memory, or in a
-store."""
+"""Buckets: groups of parameters that the host optimizer steps
+together, and the memory of their states between steps.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +32,11 @@ CLIP_GROUP = "clip_group"  # key of a parameter group: the number of its correct
 
 
 class Correction(NamedTuple):
-    """A change of gradients before a step: they are multiplied by ``coefficient`` (None: 1), and then each element is
-    bounded to ``bound`` (0: no bound)."""
+    """A change of gradients before a step: scaling, then clamping.
+
+    Gradients are multiplied by ``coefficient`` (None: 1), and then each element is clamped to ±``bound`` (0: no
+    clamping).
+    """
 
     coefficient: Tensor | None = None
     bound: float = 0.0
@@ -47,7 +51,7 @@ class Correction(NamedTuple):
 
 
 class _BucketPlace(NamedTuple):
-    """The position of one state of one segment in the bucket's buffer of bytes."""
+    """The position of one state tensor of one segment in the bucket's byte buffer."""
 
     segment: int
     key: str
@@ -59,7 +63,7 @@ class _BucketPlace(NamedTuple):
 
 
 class Bucket:
-    """A bucket: its weights, and the optimizer that steps them."""
+    """The weights of one bucket, and the optimizer that steps them."""
 
     def __init__(
         self,
@@ -90,7 +94,7 @@ class Bucket:
         self._counters = GroupCounters(self._kernel)
 
     def take_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the states that ``optimizer`` has made before its first step."""
+        """Copy the states that ``optimizer`` has created before its first step."""
         for index, segment in enumerate(self.segments):
             for key, value in optimizer.state.get(segment.parameter, {}).items():
                 self.states(index)[key] = self._part(value, segment)
@@ -101,8 +105,9 @@ class Bucket:
         return self.places[-1].stop if self.places else 0
 
     def step(self, settings: Sequence[dict[str, Any]], corrections: Sequence[Correction]) -> None:
-        """Step once with the ``settings`` of each group; gradients are first changed by the correction of their
-        group."""
+        """Step once with the ``settings`` of each parameter group, after
+        applying the group's correction to the gradients.
+        """
         for group, index, given in zip(self._kernel.param_groups, self._groups, self._given):
             # Only what has changed: a step may count in its group.
             group.update({k: v for k, v in settings[index].items() if _differs(given.get(k), v)})
@@ -120,12 +125,12 @@ class Bucket:
         self.weights.round_masters()
 
     def states(self, index: int) -> dict[str, Any]:
-        """Return the optimizer states of the segment with this index."""
+        """Return the optimizer state of the segment ``index``."""
         found: dict[str, Any] = self._kernel.state[self._stepped[index]]
         return found
 
     def copies(self, parameter: Tensor) -> list[dict[str, Tensor]]:
-        """Return copies of the states and masters of the segments of ``parameter``, in order."""
+        """Return copies of the optimizer states and master weights of ``parameter``, one dictionary per segment."""
         mine = [
             index for index, segment in enumerate(self.segments) if segment.parameter is parameter
         ]
@@ -147,21 +152,21 @@ class Bucket:
                 self.states(index).update(self._counters.restored(self._stepped[index], known))
 
     def _part(self, value: Any, segment: ParameterSegment) -> Any:
-        """Return the segment's part of a state, in the memory of the step."""
+        """Return a segment's part of a state, on the device on which the bucket is stepped."""
         if not isinstance(value, Tensor):
             return value
         in_place = isinstance(self.weights, ResidentWeights)
         return _part_of_state(value, segment, in_place=in_place)
 
     def reset(self) -> None:
-        """Drop all states and an unfinished step."""
+        """Drop all states and any unfinished step."""
         self._kernel.state.clear()
         self._counters.reset()
         self.places, self.pending_gradients = (), self.parameter_count
         self.weights.reset()
 
     def measure(self) -> None:
-        """Determine the bucket's states, and the position of each in one buffer of bytes."""
+        """Find the state tensors of the bucket, and assign each of them a position in one byte buffer."""
         places, at = [], 0
         for index in range(len(self.segments)):
             for key, value in self._held(index).items():
@@ -182,7 +187,7 @@ class Bucket:
         self.places = tuple(places)
 
     def unload(self, flat: Tensor) -> None:
-        """Copy the states into ``flat``, unless they are views of it already, and release them."""
+        """Copy the states into the byte buffer ``flat``, unless they are views of it already, and release them."""
         for place in self.places:
             view, held = _view(flat, place), self._held(place.segment)[place.key]
             if held.data_ptr() != view.data_ptr():
@@ -190,12 +195,12 @@ class Bucket:
             self._hold(place, None)
 
     def load(self, flat: Tensor) -> None:
-        """Make the states views of ``flat``."""
+        """Make the states views of the byte buffer ``flat``."""
         for place in self.places:
             self._hold(place, _view(flat, place))
 
     def _held(self, index: int) -> dict[str, Any]:
-        """Return the states of one segment, and its master weights if these are stored with the states."""
+        """Return the state of one segment, with its master weights if these are stored with the states."""
         kept = self.weights.kept
         return {**self.states(index), **({MASTER: kept[index]} if kept else {})}
 
@@ -207,7 +212,7 @@ class Bucket:
 
 
 class StatesInMemory:
-    """Optimizer states that stay in host memory between steps; nothing is transferred."""
+    """Optimizer states that stay in host memory between steps, without transfers."""
 
     def prefetch(self, bucket: Bucket) -> None:
         pass
@@ -229,8 +234,11 @@ class StatesInMemory:
 
 
 class StatesInStore:
-    """Optimizer states that are in a store between steps. At most three buckets are in memory: the one being stepped,
-    the next one, which is read, and the previous one, which is written."""
+    """Optimizer states that are in a store between steps.
+
+    During a step at most three buckets are in memory: the one being stepped, the next one being read, and the previous
+    one being written.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -240,7 +248,7 @@ class StatesInStore:
         self._writing: list[tuple[Tensor, Pending]] = []
 
     def prefetch(self, bucket: Bucket) -> None:
-        """Begin to read the states of the next bucket."""
+        """Begin to read the states of ``bucket``, which is stepped next."""
         slot = self._slots.get(bucket)
         if slot is not None and bucket not in self._reading:
             flat = torch.empty(slot.size, dtype=torch.uint8)
@@ -280,7 +288,7 @@ class StatesInStore:
             each.clear()
 
     def unload(self, bucket: Bucket) -> None:
-        """Release states that were only read; the stored states remain valid."""
+        """Release states that were only read. The stored states remain valid."""
         flat = self._loaded.pop(bucket, None)
         if flat is not None:
             bucket.unload(flat)
@@ -291,7 +299,10 @@ class StatesInStore:
 
 
 def joined(parts: Iterable[Mapping[str, Tensor]], parameter: Tensor) -> dict[str, Tensor]:
-    """Return the states of a whole parameter, joined from those of its segments; scalars are equal in all segments."""
+    """Return the state of a whole parameter, joined from the states of its segments.
+
+    Scalars are equal in all segments.
+    """
     found: dict[str, list[Tensor]] = {}
     for part in parts:
         for key, value in part.items():
@@ -300,15 +311,14 @@ def joined(parts: Iterable[Mapping[str, Tensor]], parameter: Tensor) -> dict[str
 
 
 class GroupRates:
-    """Sets the learning rates of parameter groups to multiples of their initial values, as torch's ``LambdaLR``
-    does."""
+    """Sets the learning rates of parameter groups to multiples of their initial values, like torch's ``LambdaLR``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._built = [group.get("lr") for group in optimizer.param_groups]
 
     def set(self, factor: float) -> None:
-        """Set the rates of the next step."""
+        """Set the learning rates of the next step to ``factor`` times the initial ones."""
         for group, built in zip(self._optimizer.param_groups, self._built):
             if isinstance(built, Tensor):
                 group["lr"] = torch.full_like(built, built.item() * factor)
@@ -317,7 +327,7 @@ class GroupRates:
 
 
 def settings_of(optimizer: torch.optim.Optimizer, group: int) -> dict[str, Any]:
-    """Return the settings of a group without its parameters, with ``capturable`` switched off."""
+    """Return the settings of parameter group ``group``, without its parameters and with ``capturable`` off."""
     found = {
         key: copy.copy(value)
         for key, value in optimizer.param_groups[group].items()
@@ -341,8 +351,10 @@ def _join(values: list[Tensor], parameter: Tensor) -> Tensor:
 
 
 def _part_of_state(value: Tensor, segment: ParameterSegment, *, in_place: bool) -> Tensor:
-    """Return a copy of a segment's part of the state ``value``, in the memory layout of the stepped tensor: the
-    parameter's if it is stepped ``in_place``, else contiguous on the host."""
+    """Return a copy of a segment's part of the state ``value``, in the memory layout of the stepped tensor.
+
+    The layout is the parameter's if it is stepped ``in_place``, otherwise contiguous on the host.
+    """
     device = segment.parameter.device if in_place else torch.device("cpu")
     value = value.detach().to(device).contiguous()
     if in_place and segment.whole and value.shape == segment.parameter.shape:
@@ -359,8 +371,11 @@ def _view(flat: Tensor, place: _BucketPlace) -> Tensor:
 
 
 def _stride(value: Tensor) -> tuple[int, ...]:
-    """Return the strides of ``value`` if its elements fill a memory range in some order, otherwise contiguous strides.
-    Kernels iterate in memory order, so weights and states need equal layouts."""
+    """Return the strides of ``value`` if its elements fill a range of memory in some order, otherwise contiguous
+    strides.
+
+    Kernels iterate in memory order, so weights and states need equal layouts.
+    """
     span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
     return (
         value.stride()

@@ -1,5 +1,8 @@
-"""One step of an optimizer, taken in pieces. A copy of the optimizer that has only some of the parameters takes each
-piece, and then the optimizer gets the changes of all copies."""
+"""Take one optimizer step in pieces, each of which updates a subset of the parameters.
+
+A copy of the optimizer with only this subset takes each piece. At the end, the changes that the copies made are merged
+into the optimizer.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,11 @@ Piece = list[tuple[int, Tensor]]  # (index of the parameter group, parameter)
 
 
 class ChunkedStep:
-    """One optimizer step, taken in pieces. Every piece begins with the values from before the step. So changes of
-    groups and of the optimizer itself (counters, averages of the rate) must be equal in every piece."""
+    """One optimizer step that is taken in pieces.
+
+    Every piece begins with the values from before the step. So all pieces must make equal changes to parameter groups
+    and to the optimizer's own attributes, such as counters.
+    """
 
     def __init__(self, optimizer: Optimizer, pieces: list[Piece]) -> None:
         self._optimizer = optimizer
@@ -80,8 +86,10 @@ class ChunkedStep:
 
 
 def with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that hold states: ``optimizer``, and those whose ``step`` it calls. A framework's wrapper
-    is left out, because its states are those of the wrapped optimizer."""
+    """Return the optimizers that hold states: ``optimizer``, and the optimizers whose ``step`` it calls.
+
+    A framework's wrapper is omitted, because its states are those of the wrapped optimizer.
+    """
     inner = inner_optimizers(optimizer)
     several = [each for one in inner for each in with_inner(one)]
     own = "_optimizer_step_pre_hooks" in vars(optimizer) and "state" in vars(optimizer)
@@ -91,7 +99,7 @@ def with_inner(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that attributes of ``optimizer`` hold, directly or in a list or dictionary."""
+    """Return the optimizers in the attributes of ``optimizer``, directly or in a list or dictionary."""
     found: list[Optimizer] = []
     for value in vars(optimizer).values():
         several: Any = value.values() if isinstance(value, dict) else value
@@ -132,8 +140,10 @@ def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 def evaluated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Run a step's closure, and return the step's arguments with a closure that returns the computed loss. So all
-    pieces share one evaluation."""
+    """Run the closure of a step, and return the step's arguments with a closure that returns the computed loss.
+
+    So all pieces share one evaluation.
+    """
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
         return args, kwargs
@@ -147,16 +157,19 @@ def evaluated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 def shallow_clone(
     optimizer: Optimizer, attributes: Mapping[str, Any], groups: list[dict[str, Any]]
 ) -> Optimizer:
-    """Return an optimizer of the same class with ``groups`` that shares ``attributes``, including states and hooks.
+    """Return an optimizer of the same class with other parameter ``groups``, which shares ``attributes`` with the
+    original.
 
-    ``__init__`` is not called, because a third-party class may require any arguments."""
+    The attributes include states and hooks. ``__init__`` is not called, because a third-party class may require any
+    arguments.
+    """
     clone: Optimizer = object.__new__(type(optimizer))
     vars(clone).update(attributes, param_groups=groups)
     return clone
 
 
 def independent_clone(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Return an optimizer of the same class and settings with ``groups``, without states or hooks."""
+    """Return an optimizer of the same class and settings with other parameter ``groups``, without states or hooks."""
     clone = shallow_clone(optimizer, vars(optimizer), [])
     Optimizer.__init__(clone, groups, dict(optimizer.defaults))
     return clone

@@ -1,7 +1,8 @@
-"""Numbers that an optimizer keeps beside its tensors, in the form of tensors, so that checkpoints hold them.
+"""Save the Python numbers that an optimizer counts, such as its steps, as tensors in a checkpoint.
 
-Some optimizers count their steps in a Python number: in the state of each parameter, or in its parameter group. A
-number is saved as a tensor whose name ends in its type; one of a group is saved with each of the group's parameters."""
+Some optimizers keep such a number in the state of each parameter, others in the parameter group. It is saved as a
+tensor whose name ends with the Python type. A number of a group is saved with each parameter of the group.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +24,10 @@ _TYPES: dict[str, tuple[type, torch.dtype]] = {
 
 
 class GroupCounters:
-    """The numbers in the parameter groups of ``optimizer`` that its steps change. Numbers that each step is given, the
-    learning rate and the share of an average, are not included."""
+    """The numbers in the parameter groups of ``optimizer`` that its own steps change.
+
+    The learning rate and the share of averaged weights are excluded, because they are set before each step.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -32,7 +35,9 @@ class GroupCounters:
         self._groups = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
 
     def of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return the changed numbers in the group of ``parameter``; empty if the optimizer does not train it."""
+        """Return the changed numbers in the group of ``parameter``, or an
+        empty dictionary if the parameter has no group.
+        """
         index = self._groups.get(parameter)
         if index is None:
             return {}
@@ -40,8 +45,10 @@ class GroupCounters:
         return {_OF_GROUP + k: v for k, v in found.items() if v != built.get(k)}
 
     def restored(self, parameter: Tensor, states: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return saved ``states`` with Python numbers in place of tensors that encode them. Numbers of the parameter's
-        group are not returned, but set in the group."""
+        """Return saved ``states`` of a parameter, with tensors that encode Python numbers converted back to numbers.
+
+        Numbers of the parameter's group are set in the group instead of being returned.
+        """
         found = {}
         for key, value in states.items():
             name, suffix = _parts(key)
@@ -54,13 +61,13 @@ class GroupCounters:
         return found
 
     def reset(self) -> None:
-        """Set the numbers to their initial values."""
+        """Reset the numbers in the groups to their initial values."""
         for group, built in zip(self._optimizer.param_groups, self._built):
             group.update(built)
 
 
 def as_tensors(states: Mapping[str, Any], counters: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the states of a parameter and the counters of its group, all as tensors."""
+    """Return the state of a parameter and the counters of its group in one dictionary, with all numbers as tensors."""
     found = {}
     for key, value in {**states, **counters}.items():
         if isinstance(value, Tensor):
@@ -78,6 +85,6 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parts(key: str) -> tuple[str, str | None]:
-    """Return the name of a state without its type suffix, and the suffix; None if it has none."""
+    """Return the name of a saved state without its type suffix, and the suffix, or None if it has no suffix."""
     suffix = next((each for each in _TYPES if key.endswith(each)), None)
     return (key if suffix is None else key.removesuffix(suffix)), suffix

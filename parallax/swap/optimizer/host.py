@@ -1,11 +1,10 @@
 """The host optimizer: exact optimizer steps on the host, while the next forward runs.
 
-A global gradient norm is known only after the last gradient of the last stage, so an exact step with clipping
-cannot run inside the backward. But the next forward needs the weights of one block at a time. So gradients are
-copied to the host while the backward runs, the norm is computed as usual, and :meth:`HostOptimizer.commit` only
-begins the step: a thread steps bucket after bucket in the order of the forward. The forward waits
-(:meth:`HostOptimizer.ready`) for the buckets of its next block only. Nothing is speculated or undone: kernels and
-operands are those of the given optimizer.
+With clipping by the global gradient norm, an exact step must wait for the last gradient of the last stage, so it cannot
+run during the backward. But the next forward needs the weights of one block at a time. So gradients are copied to the
+host while the backward runs, the norm is computed as usual, and :meth:`HostOptimizer.commit` only begins the step: a
+thread steps bucket after bucket in the order of the forward. The forward waits (:meth:`HostOptimizer.ready`) for the
+buckets of its next block only. No step is speculative, and kernels and operands are those of the given optimizer.
 
 ::
 
@@ -13,9 +12,8 @@ operands are those of the given optimizer.
     thread                            └─▶ step 0 ─▶ step 1 ─▶ step 2 …      (bucket k before block k)
     store                          read 0, read 1 ─▶ read 2, write 0 …      (if states are in a store)
 
-A bucket is a run of at most ``bucket_bytes`` of parameters, or of parts of them. It is stepped by a
-``torch.optim`` optimizer of its own, of the same class and settings, so that fused kernels run over long runs of
-memory.
+A bucket contains consecutive parameters, or parts of them, of at most ``bucket_bytes``. Each bucket has an optimizer of
+the given class and settings, so that fused kernels run over long ranges of memory.
 """
 
 from __future__ import annotations
@@ -62,17 +60,22 @@ _FEWEST_BUCKETS = 4  # so that the first block does not wait for all
 
 
 class Exchange(Protocol):
-    """Replicas that share one copy of the optimizer states: each steps the parameters that it owns, and broadcasts
-    their new weights."""
+    """The interface to data-parallel replicas that share one copy of the optimizer states (as in ZeRO-1).
+
+    Each replica steps the parameters that it owns, and broadcasts the new weights.
+    """
 
     def owner(self, parameter: Tensor) -> int:
-        """Return the replica that steps ``parameter``; the result is equal on all replicas."""
+        """Return the replica that steps ``parameter``. The result is equal on all replicas."""
 
     def owns(self, parameter: Tensor) -> bool:
-        """Whether this replica steps ``parameter``."""
+        """Whether this replica is the one that steps ``parameter``."""
 
     def broadcast(self, parameter: Tensor, tensors: list[Tensor]) -> None:
-        """Broadcast ``tensors`` in place from the owner of ``parameter``; all replicas call it in the same order."""
+        """Broadcast ``tensors`` in place from the replica that owns ``parameter``.
+
+        All replicas call this in the same order.
+        """
 
 
 def owner_of(exchange: Exchange | None, parameter: Tensor) -> int:
@@ -81,18 +84,21 @@ def owner_of(exchange: Exchange | None, parameter: Tensor) -> int:
 
 
 def owns(exchange: Exchange | None, parameter: Tensor) -> bool:
-    """Whether this replica steps ``parameter``; without an exchange it steps all."""
+    """Whether this replica steps ``parameter``; True without an exchange."""
     return exchange is None or exchange.owns(parameter)
 
 
 class HostOptimizer:
-    """Steps the parameters of ``optimizer`` on the host. ``optimizer`` itself never steps: its groups name the
-    parameters and their settings.
+    """Steps the parameters of ``optimizer`` on the host.
 
-    ``parameters`` are in the order of the forward. ``store``: storage of states between steps; None: host memory.
-    ``extra``: buckets with weights and gradients of their own (offloaded parameters), in the order of the forward,
-    after the others; replicas do not share their states. ``divides``: a bucket may have a part of a parameter. The
-    optimizer must step each parameter by itself."""
+    ``optimizer`` itself never steps; its groups give the parameters and settings. It must be of a class that steps each
+    parameter independently. ``parameters`` are in the order of the forward. ``store`` holds the states between steps;
+    None: host memory.
+
+    ``extra``: further buckets with their own weights and gradients (offloaded parameters), which come last, in the
+    order of the forward. Replicas do not share the states of these buckets. ``divides``: a bucket may contain a part of
+    a parameter.
+    """
 
     def __init__(
         self,
@@ -154,23 +160,28 @@ class HostOptimizer:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states created so far, in any memory."""
+        """Bytes of the optimizer states created so far, in memory or in the store."""
         return sum(bucket.state_bytes for bucket in self._buckets)
 
     def set_factor(self, factor: float) -> None:
-        """Set the factor of all learning rates in the next step."""
+        """Set the factor by which all learning rates are multiplied in the next step."""
         self._rates.set(factor)
 
     def reduced(self, parameter: Tensor) -> None:
-        """Accept the final gradient of ``parameter``. When all gradients of a bucket are final, their copy to the host
-        begins."""
+        """Note that the gradient of ``parameter`` is final.
+
+        When all gradients of a bucket are final, they are copied to the host.
+        """
         for bucket in self._buckets_of.get(parameter, ()):
             bucket.pending_gradients -= 1
             if bucket.pending_gradients == 0:
                 bucket.weights.reduced()
 
     def commit(self, corrections: Sequence[Correction] = ()) -> None:
-        """Begin the step. ``corrections``: the changes of gradients before it, by the group's ``clip_group``."""
+        """Begin the step.
+
+        ``corrections`` are the changes of gradients before the step, indexed by the group's ``clip_group``.
+        """
         self.finish()
         settings = [
             settings_of(self.optimizer, index) for index in range(len(self.optimizer.param_groups))
@@ -196,9 +207,9 @@ class HostOptimizer:
                 )
 
     def ready(self, parameters: Iterable[Tensor]) -> None:
-        """Wait until the device's current stream may use ``parameters``.
+        """Wait until the device's current stream may use the new values of ``parameters``.
 
-        Raises :class:`SwapError` after a failed step: weights are updated in part, until they are set again.
+        Raises :class:`SwapError` after a failed step: some weights are updated and others not, until all are set again.
         """
         self._check()
         for parameter in parameters:
@@ -206,12 +217,12 @@ class HostOptimizer:
                 self._wait_for_bucket(bucket)
 
     def finish(self) -> None:
-        """Wait until every parameter may be used and every state is stored."""
+        """Wait until all new weights may be used and all states are stored."""
         self.ready(self._buckets_of)
         self._flush()
 
     def reset(self) -> None:
-        """Drop all states and the record of a failed step. The weights on the device or in the store are valid."""
+        """Drop all states, and forget a failed step. The caller has set valid weights on the device or in the store."""
         for bucket in self._buckets:
             if bucket.future is not None:
                 wait([bucket.future])
@@ -222,14 +233,14 @@ class HostOptimizer:
         self._failure = None
 
     def skip(self) -> None:
-        """Skip a step: discard the gradients that were copied to the host, and change nothing."""
+        """Skip a step: discard the gradients that were copied to the host. Weights and states stay unchanged."""
         self.finish()
         for bucket in self._buckets:
             bucket.pending_gradients = bucket.parameter_count
             bucket.weights.skip()
 
     def zero_grad(self) -> None:
-        """Set all gradients to zero, unless a step is running: the step zeroes them itself."""
+        """Set all gradients to zero, unless a step is running, which zeroes them itself."""
         if all(bucket.future is None for bucket in self._buckets):
             for bucket in self._buckets:
                 bucket.weights.skip()  # waits for gradients under copy to the host
@@ -238,8 +249,11 @@ class HostOptimizer:
             bucket.pending_gradients = bucket.parameter_count
 
     def states(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the states of ``parameter`` in the form of ``optimizer.state``, and its weights in full precision
-        (``master``) if its own are not. Empty before its first step, or if another replica steps it."""
+        """Return the state of ``parameter`` as ``optimizer.state`` would hold it.
+
+        If the parameter is not in full precision, the state includes the full-precision weights (``master``). The
+        result is empty before the first step, or if another replica steps the parameter.
+        """
         self.finish()
         parts: list[dict[str, Tensor]] = []
         for bucket in self._buckets_of.get(parameter, ()):
@@ -249,7 +263,7 @@ class HostOptimizer:
         return joined(parts, parameter)
 
     def restore(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
-        """Set the optimizer states of ``parameter``; the caller has already set its weights."""
+        """Set the optimizer state of ``parameter``. The caller has already set the weights."""
         self.finish()
         for bucket in self._buckets_of.get(parameter, ()):
             if self._steps(bucket):
@@ -259,8 +273,10 @@ class HostOptimizer:
         self._flush()
 
     def close(self) -> None:
-        """End the threads. A running step is finished first, unless a step failed: then other replicas may never send
-        the weights that it waits for."""
+        """End the threads after the running step.
+
+        After a failed step, broadcasts are not waited for, because other replicas may never send their weights.
+        """
         self._stepping.shutdown(wait=True, cancel_futures=self._failure is not None)
         if self._broadcasting is not None:
             self._broadcasting.shutdown(
@@ -301,7 +317,10 @@ class HostOptimizer:
 
     @contextlib.contextmanager
     def _noting_failure(self) -> Iterator[None]:
-        """Record a failure in the block; afterwards nothing is stepped or broadcast until all states are set again."""
+        """A context that records an error raised inside.
+
+        Then no bucket is stepped or broadcast until all states are set again.
+        """
         self._check()
         try:
             yield
@@ -329,7 +348,7 @@ class HostOptimizer:
             self.stall_seconds += time.perf_counter() - start
 
     def _steps(self, bucket: Bucket) -> bool:
-        """Whether this replica steps the bucket."""
+        """Whether this replica is the one that steps ``bucket``."""
         return bucket.owner is None or owns(self._exchange, bucket.segments[0].parameter)
 
     def _weights(
@@ -344,8 +363,7 @@ class HostOptimizer:
 
 
 def _staging_bytes(segments: Sequence[ParameterSegment]) -> int:
-    """Return the bytes of host memory for copies of weights and gradients; 0 if they are stepped in place in host
-    memory."""
+    """Return the bytes of host memory for copies of weights and gradients; 0 if the originals are stepped in place."""
     first = segments[0].parameter
     if first.device.type == "cpu" and stepped_in(first.dtype) is first.dtype:
         return 0

@@ -1,1 +1,1 @@
-"""Parameter offload: blocks whose parameters are prefetched to the device one by one."""
+"""Offload the parameters of a stage, and prefetch them to the device one block at a time."""

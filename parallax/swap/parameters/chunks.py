@@ -1,7 +1,9 @@
-"""Offloaded parameters of a block in the store: weights in chunks, and gradients, each in slots of its own.
+"""Offloaded weights and gradients of a block in the store.
 
-A chunk is also the unit that the host optimizer steps. It reads the chunk's weights and gradients into host memory
-and writes the new weights. The device's copy is stale from then on."""
+Weights are stored in chunks, each in one slot. Gradients are stored per parameter. A chunk is also a bucket of the host
+optimizer, which reads the chunk's weights and gradients into host memory and writes the new weights. This makes the
+device's copy of the weights stale.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ _BUFFERS = 2
 
 
 class ChunkStore:
-    """A store shared by the blocks of a stage, with transfer counters and checksums."""
+    """A store for the offloaded blocks of a stage, which counts transfers and verifies checksums."""
 
     def __init__(self, store: Store, *, verify: bool) -> None:
         # guards all state shared by the main thread and the optimizer's thread
@@ -38,7 +40,7 @@ class ChunkStore:
         self._writing: deque[tuple[Tensor, Pending]] = deque()
 
     def write(self, data: Tensor) -> tuple[StoreSlot, Pending]:
-        """Begin to write ``data``, which the caller keeps unchanged until the transfer ends."""
+        """Begin to write ``data``. The caller must keep it unchanged until the transfer ends."""
         slot, pending = self._store.write(data)
         if self._sums is not None:
             self._sums[slot] = checksum(data)
@@ -47,7 +49,10 @@ class ChunkStore:
         return slot, pending
 
     def write_behind(self, data: Tensor) -> tuple[StoreSlot, Pending]:
-        """Begin to write host memory, which is kept here until the transfer ends; at most two buffers are kept."""
+        """Begin to write ``data`` from host memory, and keep it alive until the transfer ends.
+
+        If two earlier buffers are still being written, the call waits first.
+        """
         written = self.write(data)
         self._writing.append((data, written[1]))
         while len(self._writing) > _BUFFERS:
@@ -80,8 +85,10 @@ class ChunkStore:
 
 
 class GradientWrite:
-    """A running write of a gradient, or of a part of it, to new slots. The caller keeps the bytes until the write has
-    ended."""
+    """A running write of a gradient, or of a part of it, to new slots.
+
+    The caller keeps the source until the write has ended.
+    """
 
     def __init__(
         self, tier: ChunkStore, transfers: Sequence[tuple[Pending, StoreSlot | None]]
@@ -89,11 +96,11 @@ class GradientWrite:
         self._tier, self._transfers = tier, transfers
 
     def has_ended(self) -> bool:
-        """Whether all transfers ended, successfully or not."""
+        """Whether all transfers have ended, successfully or not."""
         return all(has_ended(pending) for pending, _ in self._transfers)
 
     def finish(self) -> None:
-        """Wait for the transfers, then free the previous slots."""
+        """Wait for the transfers, then free the slots that held the previous values."""
         try:
             for pending, _ in self._transfers:
                 pending.wait()
@@ -115,20 +122,25 @@ class Gradient:
 
     @property
     def is_stored(self) -> bool:
-        """Whether the store holds a gradient other than zero."""
+        """Whether the store holds a nonzero gradient."""
         return bool(self._places)
 
     @property
     def norm(self) -> Tensor | None:
-        """Norm of the gradient, on the device; exact to the last bit if the gradient was written in one piece."""
+        """The norm of the gradient, on the device; None if there is none.
+
+        It is exact if the gradient was written in one piece.
+        """
         norms = list(self._norms.values())
         if len(norms) < 2:
             return norms[0] if norms else None
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def write(self, total: Tensor, segments: Sequence[ParameterSegment] = ()) -> GradientWrite:
-        """Begin to write ``total`` over the stored gradient. ``segments``: the adjacent segments that ``total`` holds;
-        by default the whole gradient."""
+        """Begin to write ``total`` over the stored gradient.
+
+        ``segments`` are the adjacent segments that ``total`` consists of; by default it is the whole gradient.
+        """
         segments = segments or self.segments
         flat, first, begun = total.detach().reshape(-1), segments[0].start, []
         for segment in segments:
@@ -143,7 +155,7 @@ class Gradient:
         return GradientWrite(self._tier, begun)
 
     def is_written(self, segment: ParameterSegment) -> bool:
-        """Whether a read of ``segment`` can begin without a wait for its write."""
+        """Whether ``segment`` can be read without waiting for its write."""
         place = self._places.get(segment)
         return place is None or has_ended(place[1])
 
@@ -151,7 +163,7 @@ class Gradient:
         self._tier.check(self._places[segment][0], _bytes(data))
 
     def read(self, segment: ParameterSegment, target: Tensor) -> Pending | None:
-        """Begin to read one segment into ``target``; None if none is stored."""
+        """Begin to read one segment into ``target``; return None if none is stored."""
         place = self._places.get(segment)
         if place is None:
             return None
@@ -159,7 +171,7 @@ class Gradient:
         return self._tier.read(place[0], _bytes(target))
 
     def read_all(self, total: Tensor) -> list[Pending]:
-        """Read all segments into ``total``, for the device's stream; return the transfers, which may still run."""
+        """Begin to read all segments into ``total``, for use on the device's stream; return the running transfers."""
         flat = total.view(-1)
         pending = [
             (segment, self.read(segment, flat[segment.start : segment.stop]))
@@ -174,8 +186,10 @@ class Gradient:
         return [transfer for _, transfer in pending if transfer is not None]
 
     def read_for_step(self, segment: ParameterSegment) -> Tensor | None:
-        """Return one segment in host memory and in the type of the step; zeros if the gradient was zeroed, None if
-        there is none."""
+        """Return one segment in host memory, in the dtype in which it is stepped.
+
+        Return zeros if the gradient was set to zero, and None if there is no gradient.
+        """
         if not self.seen:
             return None
         found = torch.zeros(segment.stop - segment.start, dtype=segment.parameter.dtype)
@@ -196,17 +210,18 @@ class Gradient:
         self._norms.clear()
 
     def clear(self, *, to_none: bool) -> None:
-        """Set the gradient to None, or to zeros if there was one."""
+        """Set the gradient to None or, if there was one and not ``to_none``, to zeros."""
         self.drop(self.segments)
         self.seen = self.seen and not to_none
 
 
 class Chunk:
-    """A run of a block's parameters, or of parts of them, in one slot of the store.
+    """Consecutive parameters of a block, or parts of them, in one slot of the store.
 
-    It is a bucket of the host optimizer (:class:`~parallax.swap.weights.BucketWeights`). If the device's type is
-    too short to be stepped in, a master copy has a slot of its own. ``retire_slot`` is called with the previous
-    slot when the weights get a new one; a read may still use it."""
+    A chunk is a bucket of the host optimizer (:class:`~parallax.swap.weights.BucketWeights`). If the weights' dtype has
+    too little precision for steps, a full-precision master copy has a second slot. When the weights move to a new slot,
+    ``retire_slot`` is called with the previous slot, which a running read may still use.
+    """
 
     def __init__(
         self,
@@ -230,8 +245,10 @@ class Chunk:
         ] = []  # empty: the chunk stores its master in a slot of its own
 
     def reduced(self) -> None:
-        """Note that the coming optimizer step will make the device's copy stale. The gradients are already in the
-        store."""
+        """Note that the next optimizer step will make the device's copy stale.
+
+        The gradients are already in the store.
+        """
         self.updating = True
 
     def commit(self, unused: Event) -> None:
@@ -246,30 +263,30 @@ class Chunk:
         ]
 
     def round_masters(self) -> None:
-        """Round the new weights to the device's type."""
+        """Convert the new weights to the dtype that the device uses."""
         for place, step in zip(self.exchange_tensors(), self._steps):
             if place.dtype is not step.dtype:
                 place.copy_(step)
 
     def exchange_tensors(self) -> list[Tensor]:
-        """Return host memory for the weights of each segment, in the device's type."""
+        """Return host memory for the weights of each segment, in the dtype that the device uses."""
         if self._host is None:
             self._host = torch.empty(self.size, dtype=torch.uint8)
         return [_shaped(flat, segment) for segment, flat in self.pieces(self._host)]
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether the chunk has a part of ``parameter``."""
+        """Whether the chunk contains ``parameter`` or a part of it."""
         return any(segment.parameter is parameter for segment in self.segments)
 
     def pieces(self, data: Tensor) -> Iterator[tuple[ParameterSegment, Tensor]]:
-        """Yield each segment with its elements in the chunk's bytes ``data``."""
+        """Yield each segment with the part of ``data``, the chunk's bytes, that holds the segment's elements."""
         offset = 0
         for segment in self.segments:
             yield segment, data[offset : offset + bytes_of(segment)].view(segment.parameter.dtype)
             offset += span(segment)
 
     def publish(self) -> None:
-        """Begin to write the new weights; gradients become zero."""
+        """Begin to write the new weights, and set the gradients to zero."""
         assert self._host is not None
         host, self._host = self._host, None
         steps, self._steps = self._steps, []
@@ -281,18 +298,18 @@ class Chunk:
         self.updating = False
 
     def wait(self) -> None:
-        """No-op: the next :meth:`OffloadedParameters.enter` reads the new weights and waits for them."""
+        """No-op: :meth:`OffloadedParameters.enter` reads the new weights and waits for them."""
 
     def skip(self) -> None:
-        """Unmark the device's copy: no step follows."""
+        """Note that the device's copy stays valid because no step follows."""
         self.updating = False
 
     def reset(self) -> None:
-        """Discard an unfinished step; the stored weights are valid."""
+        """Discard an unfinished step. The stored weights are valid."""
         self.updating, self._host, self._steps = False, None, []
 
     def masters(self) -> list[Tensor | None]:
-        """Return the master copy of each segment in host memory; empty before the first step."""
+        """Return the master copy of each segment in host memory; empty if there are no masters yet."""
         if self._master is None:
             return []
         try:
@@ -301,7 +318,7 @@ class Chunk:
             self._host = None
 
     def restore(self, index: int, master: Tensor | None) -> None:
-        """Set the master of one segment after its stored weights were set; None: derive it from the weights."""
+        """Set the master copy of one segment after its weights were set; None derives it from the weights."""
         if master is None:
             self.drop_master()
         elif self._is_short:
@@ -311,7 +328,10 @@ class Chunk:
             self._write_master(steps)
 
     def put(self, slot: StoreSlot, pending: Pending) -> None:
-        """Make ``slot`` the slot of the weights. The device's copy becomes stale."""
+        """Make ``slot`` the slot of the weights, written by the transfer ``pending``.
+
+        The device's copy becomes stale.
+        """
         with self._tier.lock:
             self._wait_for_write()  # the previous slot may be reused next
             old, self._slot, self._pending = self._slot, slot, pending
@@ -337,28 +357,28 @@ class Chunk:
         self._slot = self._pending = None
 
     def drop_master(self) -> None:
-        """Drop the master copy: the weights in the device's type are authoritative."""
+        """Drop the master copy, because the weights in the device's dtype were set and are authoritative."""
         if self._master is not None:
             self._tier.free(self._master)
             self._master = None
 
     def _wait_for_write(self) -> None:
-        """Wait until the weights are written, ignoring errors."""
+        """Wait until the weights are written, ignoring errors of the write."""
         if self._pending is not None:
             with contextlib.suppress(SwapError):
                 self._pending.wait()
 
     @property
     def _is_short(self) -> bool:
-        """Whether the weights' type is too short to be stepped in."""
+        """Whether the weights' dtype has too little precision to be stepped."""
         dtype = self.segments[0].parameter.dtype
         return stepped_in(dtype) is not dtype
 
     def _full(self) -> list[Tensor]:
-        """Return the weights of each segment in the type of the step, read into host memory.
+        """Return the weights of each segment in the dtype in which they are stepped, read into host memory.
 
-        They are read from the master copy if there is one. Otherwise the weights are read in the device's type into the
-        memory that :meth:`exchange_tensors` returns, and converted.
+        They are read from the master copy if there is one. Otherwise the weights are read in the device's dtype into
+        the memory that :meth:`exchange_tensors` returns, and converted.
         """
         low = self.exchange_tensors()
         if self._master is None:
@@ -382,7 +402,7 @@ class Chunk:
 
 
 def has_ended(pending: Pending) -> bool:
-    """Whether a transfer ended, successfully or not."""
+    """Whether a transfer has ended, successfully or not."""
     try:
         return pending.done()
     except SwapError:
@@ -394,7 +414,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def span(segment: ParameterSegment) -> int:
-    """Return the aligned bytes from the start of a segment to the start of the next."""
+    """Return the bytes from the start of a segment to the aligned start of the next segment."""
     return -(-bytes_of(segment) // ALIGNMENT) * ALIGNMENT
 
 

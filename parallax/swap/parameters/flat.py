@@ -1,16 +1,16 @@
-"""Flat storage of one block's offloaded parameters.
+"""Keep one block's offloaded parameters in one flat storage, whose bytes are freed and read again.
 
-A parameter keeps its identity, its version and the storage that autograd's saved tensors share with it. Only the
-bytes of that storage are freed (``resize_(0)``, as in FSDP: Zhao et al. 2023, section 4.3) and read again before
-use. So no saved-tensor hook is needed, and a weight saved in the forward is the same weight in the backward. While
-the bytes are offloaded, the parameter is a view of NaN, because a kernel that reads a storage without bytes kills
-the process.
+A parameter keeps its identity, its version, and the storage that tensors saved by autograd share with it. Only the
+bytes of that storage are freed (``resize_(0)``, as in FSDP: Zhao et al. 2023, section 4.3) and read again before use.
+So no saved-tensor hook is needed, and a weight saved in the forward is the same weight in the backward. While the bytes
+are offloaded, the parameter is a view of NaN, because a kernel that reads a storage without bytes kills the process.
 
 ::
 
     device   OFFLOADED ──start_read──▶ READING ──wait_for_read──▶ RESIDENT ──release──▶ OFFLOADED
                                                         (release writes first if weights were changed in place)
-    store    chunk 0 │ chunk 1 │ …    each one slot in the store, and one bucket of the host optimizer"""
+    store    chunk 0 │ chunk 1 │ …    each one slot in the store, and one bucket of the host optimizer
+"""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ class _State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class _FlatPlace:
-    """A parameter, its view of the block's storage, and its placeholder while the bytes are offloaded."""
+    """A parameter, its view of the block's storage, and the placeholder
+    that replaces the view while it is offloaded.
+    """
 
     parameter: nn.Parameter
     resident: Tensor
@@ -50,10 +52,11 @@ class _FlatPlace:
 
 
 class FlatParameter:
-    """The offloaded parameters of one block. They are on the device when it is made, and offloaded afterwards.
+    """The offloaded parameters of one block. The constructor offloads them from the device.
 
     The main thread moves the bytes. The optimizer's thread only writes new bytes to the store (:meth:`Chunk.put`),
-    which makes the device's copy ``stale``."""
+    which makes the device's copy ``stale``.
+    """
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], tier: ChunkStore, chunk_bytes: int, *, split: bool
@@ -87,17 +90,17 @@ class FlatParameter:
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """The parameters in the order given."""
+        """The parameters of the block, in the order of the constructor's argument."""
         return self._given
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether no byte is on the device."""
+        """Whether no bytes are on the device."""
         return self._state is _State.OFFLOADED
 
     @property
     def is_referenced(self) -> bool:
-        """Whether other tensors share the memory of the parameters on the device."""
+        """Whether other tensors share the parameters' memory on the device."""
         own = 1 + 2 * len(self._places)  # the storage, the parameters, and their views of it
         return self._state is _State.RESIDENT and storage_references(self.storage) > own
 
@@ -115,15 +118,14 @@ class FlatParameter:
         return self._gradients[parameter]
 
     def clear_gradients(self, *, to_none: bool) -> None:
-        """Set gradients to zero or None. Gradients that a running step uses are left to that step, which zeroes them
-        itself."""
+        """Set gradients to zero or None, except gradients that a running step uses and then zeroes itself."""
         for parameter in self._given:
             parameter.grad = None
             if not any(chunk.updating for chunk in self.chunks if chunk.holds(parameter)):
                 self._gradients[parameter].clear(to_none=to_none)
 
     def start_read(self) -> None:
-        """Allocate the bytes on the device and begin to read them."""
+        """Allocate memory on the device and begin to read the parameters into it."""
         relieve_memory(coming=self.size)
         self.storage.resize_(self.size)
         self._reads = [pending for pending in self._reads if not has_ended(pending)]
@@ -151,7 +153,7 @@ class FlatParameter:
         self._state, self._versions, self.changed = _State.RESIDENT, self._version(), False
 
     def release(self) -> None:
-        """Free the bytes on the device; write them first if they were changed in place."""
+        """Free the parameters' memory on the device, after writing them to the store if they were changed in place."""
         if self._state is _State.READING:
             for pending in self._reads:
                 with contextlib.suppress(SwapError):
@@ -171,7 +173,7 @@ class FlatParameter:
         self._state = _State.OFFLOADED
 
     def read_full(self) -> list[Tensor]:
-        """Return host copies of the parameters, in the order given."""
+        """Return copies of the parameters in host memory, in the order of :attr:`parameters`."""
         if self._is_changed():
             self._write_back()
         found: dict[nn.Parameter, Tensor] = {}
@@ -187,7 +189,7 @@ class FlatParameter:
         return [found[parameter] for parameter in self._given]
 
     def write_full(self, tensors: Sequence[Tensor]) -> None:
-        """Set the parameters, in the order given."""
+        """Set the parameters to ``tensors``, in the order of :attr:`parameters`."""
         values = dict(zip(self._given, tensors, strict=True))
         for chunk in self.chunks:
             host = torch.empty(chunk.size, dtype=torch.uint8)
@@ -202,7 +204,7 @@ class FlatParameter:
             chunk.put(*self.tier.write_behind(host))
 
     def restore(self) -> None:
-        """Put each parameter on the device in a storage of its own, as before the offload."""
+        """Put each parameter on the device with a separate storage, as before the offload."""
         if self.stale:
             self.release()
         if self.is_offloaded:
@@ -214,7 +216,7 @@ class FlatParameter:
             place.parameter.data = value
 
     def discard(self) -> None:
-        """Free all bytes on the device and in the store; the parameters cannot be read any more."""
+        """Free all bytes on the device and in the store. The parameters cannot be read any more."""
         self.stale = True  # then release writes nothing
         with contextlib.suppress(SwapError):
             self.release()
@@ -233,14 +235,17 @@ class FlatParameter:
         self._free_unused()
 
     def _free_unused(self) -> None:
-        """Free retired slots once no read uses them."""
+        """Free the previous slots of chunks when no read uses them any more."""
         if self._unused and all(has_ended(pending) for pending in self._reads):
             for slot in self._unused:
                 self.tier.free(slot)
             self._unused.clear()
 
     def renew_storage(self) -> None:
-        """Replace the storage if it can no longer be resized. Call it while no other code references the memory."""
+        """Replace the storage if it can no longer be resized.
+
+        The caller guarantees that no other code references it.
+        """
         if self.size and not self.storage.resizable():
             self._write_back()
             self.storage = torch.empty(
@@ -276,10 +281,10 @@ class FlatParameter:
         return sum(place.parameter._version for place in self._places)
 
     def _chunk_bytes(self) -> list[Tensor]:
-        """Return the bytes of each chunk, as views with a storage of their own.
+        """Return the bytes of each chunk on the device, as tensors that are not views of the parameters' storage.
 
-        If code takes the address of a storage, as ``Tensor.numpy`` does, that storage can never be resized again. A
-        separate storage keeps the parameters' storage resizable.
+        If code takes the address of a storage, as ``Tensor.numpy`` does, that storage can never be resized again.
+        Separate storages over the same memory keep the parameters' storage resizable.
         """
         flat = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(
             self.storage, 0, (self.size,), (1,)
@@ -290,7 +295,7 @@ class FlatParameter:
     def _split_into_chunks(
         self, parameters: Sequence[nn.Parameter], chunk_bytes: int, *, split: bool
     ) -> Iterator[Chunk]:
-        """Yield chunks of one type each, either all trained or all frozen."""
+        """Yield chunks, each of one dtype and with either trained or frozen parameters only."""
         start = 0
         for run in aligned_runs(
             parameters, chunk_bytes, lambda p: (p.requires_grad, p.dtype), split=split, size=span
@@ -315,11 +320,12 @@ _Make = Callable[[list[nn.Parameter]], FlatParameter]
 
 
 def lay_out(blocks: Iterable[Iterable[nn.Parameter]], make: _Make) -> list[FlatParameter]:
-    """Return one :class:`FlatParameter` per block, made before the next block is requested.
+    """Return one :class:`FlatParameter` per block, made before the iterator is asked for the next block.
 
-    These parameters stay on the device: parameters of several blocks, parameters that share memory with other
-    tensors, and parameters that are not plain contiguous memory. A shared parameter is recognised at its second
-    block, and restored to the device then. If a block cannot be offloaded, all are restored."""
+    Parameters stay on the device if several blocks use them, if they share memory with other tensors, or if they are
+    not plain contiguous memory. A parameter of several blocks is detected at its second block and then put back on the
+    device. If a block cannot be offloaded, all blocks are restored.
+    """
     laid = _Layout(make)
     try:
         for parameters in blocks:
@@ -332,8 +338,11 @@ def lay_out(blocks: Iterable[Iterable[nn.Parameter]], make: _Make) -> list[FlatP
 
 
 class _Layout:
-    """The blocks laid out so far. ``_original_storages``: id of a storage → the storage and its parameter, for each
-    offloaded parameter. It reveals another tensor that still holds a parameter's original storage."""
+    """The blocks laid out so far.
+
+    ``_original_storages`` maps the id of a storage to the storage and the offloaded parameter that used it. It is used
+    to detect another tensor that still holds a parameter's original storage.
+    """
 
     def __init__(self, make: _Make) -> None:
         self.flats: list[FlatParameter] = []
@@ -367,7 +376,7 @@ class _Layout:
         self._flat_of |= dict.fromkeys(offloaded, flat)
 
     def _keep(self, parameter: nn.Parameter, storage: torch.UntypedStorage | None) -> None:
-        """Restore a parameter to the device for good, into ``storage`` if other tensors share that."""
+        """Put a parameter back on the device permanently, into ``storage`` if other tensors share that storage."""
         flat = self._flat_of.pop(parameter, None)
         if flat is None:
             return
@@ -382,7 +391,7 @@ class _Layout:
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
-    """Whether it is a plain parameter in contiguous memory of its own."""
+    """Whether ``parameter`` is of the class ``nn.Parameter``, contiguous, and the only tensor in its memory."""
     plain = (
         type(parameter) is nn.Parameter
         and parameter.layout is torch.strided

@@ -1,8 +1,8 @@
-"""Parameter offload: weights and gradients in a store, on the device one block at a time.
+"""Parameter offload: weights and gradients are in a store, and on the device one block at a time.
 
-The blocks of a stage run one after another. So only the weights of the running block and of the next one need to
-be on the device. Gradients are offloaded as soon as autograd has made them. Gradients of several micro-batches are
-summed in the order in which autograd would sum them on the device, so the result is equal to the last bit.
+The blocks of a stage run one after another. So only the weights of the running block and of the next one need to be on
+the device. Gradients are offloaded as soon as autograd has computed them. Gradients of several micro-batches are summed
+in the order in which autograd would sum them on the device, so the result is bit-identical.
 
 ::
 
@@ -11,14 +11,15 @@ summed in the order in which autograd would sum them on the device, so the resul
                    …
              │ block 2 runs │ block 1 is read │ gradients of block 3 are written │        backward
 
-Where a block computes several micro-batches before the next block does, its weights are read once for all of them,
-and its gradients stay on the device until the last (:meth:`OffloadedParameters.hold_gradients`).
+If a block computes several micro-batches before the next block does, its weights are read once for all of them, and its
+gradients stay on the device until the last micro-batch (:meth:`OffloadedParameters.hold_gradients`).
 
-Gradients that are computed without autograd, in the weight-gradient pass of a split backward, are added to the stored
-ones between :meth:`OffloadedParameters.fetch_gradient` and :meth:`OffloadedParameters.offload_gradient`; this needs no
+The weight-gradient pass of a split backward computes gradients without autograd. It adds them to the stored gradients
+between :meth:`OffloadedParameters.fetch_gradient` and :meth:`OffloadedParameters.offload_gradient`, without reading
 weights.
 
-Bytes on the device never exceed ``limit_bytes``: the ``window`` largest blocks, and the gradients of one."""
+The bytes on the device never exceed ``limit_bytes``: the ``window`` largest blocks, and the gradients of one block.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +49,10 @@ _REMEMBERED = 100_000  # block visits of one step; a longer sequence is an evalu
 
 @dataclass
 class ParameterStatistics:
-    """Statistics since the last :meth:`OffloadedParameters.take_statistics`, in bytes and seconds. ``high_water`` is
-    of the bytes on the device, including gradients that the running backward has still to make."""
+    """Statistics since the last :meth:`OffloadedParameters.take_statistics`, in bytes and seconds.
+
+    ``high_water`` is the peak of bytes on the device, including memory reserved for gradients of the running backward.
+    """
 
     bytes_in: int = 0
     bytes_out: int = 0
@@ -58,32 +61,40 @@ class ParameterStatistics:
 
 
 class GradientSink(Protocol):
-    """Receives the gradients of a step's last backward before they are written to the store."""
+    """The interface of an object that receives the gradients of a step's
+    last backward before they are written to the store.
+    """
 
     def accept(self, parameter: nn.Parameter, total: Tensor) -> Collection[ParameterSegment]:
-        """Copy segments of ``total``, this rank's sum, and return them; the other segments are written to the store."""
+        """Copy some segments of ``total``, this rank's sum of gradients, and return them.
+
+        The other segments are written to the store.
+        """
 
     def accepted(self, parameter: nn.Parameter) -> None:
-        """Called when the writes of the other segments have begun."""
+        """Called after ``accept``, when the writes of the other segments have begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PendingGradient:
-    """A gradient that stays on the device until it is written."""
+    """A gradient that stays on the device until its write has ended."""
 
     gradient: Tensor
     written: GradientWrite
 
 
 class OffloadedParameters:
-    """The parameters of ``blocks``, offloaded as the iterable yields them, so that a generator may make one block
-    after another if not all fit.
+    """The offloaded parameters of a stage.
 
-    Parameters that several blocks use, that share memory with others, or that are not contiguous stay on the
-    device with their gradients (:meth:`is_offloaded` is False). Offloaded parameters may be read or changed in
-    place only while their block is :meth:`enter`-ed. An optimizer steps them through :attr:`chunks`, of at most
-    ``chunk_bytes`` each; without ``split``, no chunk has only a part of a parameter. With ``keep_referenced``, a
-    block stays on the device while other tensors share its memory, beyond the limit if necessary."""
+    Each of ``blocks`` is offloaded before the next one is requested, so a generator can create blocks that do not all
+    fit.
+
+    Parameters that several blocks use, that share memory with others, or that are not contiguous stay on the device
+    with their gradients (:meth:`is_offloaded` is False). Offloaded parameters may be read or changed in place only
+    after :meth:`enter` of their block. An optimizer steps them through :attr:`chunks`, of at most ``chunk_bytes`` each;
+    without ``split``, a chunk contains whole parameters only. With ``keep_referenced``, a block stays on the device
+    while other tensors share its memory, beyond the limit if necessary.
+    """
 
     def __init__(
         self,
@@ -125,14 +136,14 @@ class OffloadedParameters:
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
-        """The buckets that an optimizer steps: all trained parameters, in the order of the forward."""
+        """The buckets that an optimizer steps: all trained offloaded parameters, in the order of the forward."""
         return tuple(
             c for flat in self._flats for c in flat.chunks if c.segments[0].parameter.requires_grad
         )
 
     @property
     def limit_bytes(self) -> int:
-        """The most bytes ever on the device: the weights of the window and the gradients of one block."""
+        """The most bytes on the device at any time: the weights of ``window`` blocks and the gradients of one block."""
         return self._limit_bytes
 
     @property
@@ -144,15 +155,15 @@ class OffloadedParameters:
 
     @property
     def stall_seconds(self) -> float:
-        """Seconds since the last :meth:`take_statistics` that training waited for weights or for memory."""
+        """Seconds that training has waited for weights or for memory since the last :meth:`take_statistics`."""
         return self._statistics.stall_seconds
 
     def is_offloaded(self, parameter: nn.Parameter) -> bool:
-        """Whether ``parameter`` is one of the offloaded parameters."""
+        """Whether ``parameter`` is offloaded; False if it stays on the device."""
         return parameter in self._flat_of
 
     def parameters(self, block: int) -> tuple[nn.Parameter, ...]:
-        """The offloaded parameters of a block."""
+        """Return the offloaded parameters of a block."""
         return self._flats[block].parameters
 
     def holds_memory_of(self, tensor: Tensor) -> bool:
@@ -160,7 +171,7 @@ class OffloadedParameters:
         return self.block_of_memory(tensor) is not None
 
     def block_of_memory(self, tensor: Tensor) -> int | None:
-        """Return the block whose memory ``tensor`` shares."""
+        """Return the block whose memory ``tensor`` shares, or None."""
         return self._blocks_by_storage.get(id(tensor.untyped_storage()))
 
     def parameter_of(self, block: int, view: Tensor) -> nn.Parameter | None:
@@ -168,8 +179,10 @@ class OffloadedParameters:
         return self._flats[block].parameter_at(int(view.storage_offset()) * view.element_size())
 
     def attach(self, block: int, module: nn.Module) -> None:
-        """Add hooks to ``module`` that load the weights of ``block`` before each forward, also a recomputed one, and
-        before the backward of the forward's result."""
+        """Add hooks to ``module``, the module of ``block``, that load its weights before they are used.
+
+        They are loaded before each forward, including recomputation, and before the backward.
+        """
         self._hooks.append(module.register_forward_pre_hook(lambda *_: self.enter(block)))
         self._hooks.append(
             module.register_forward_hook(
@@ -179,8 +192,10 @@ class OffloadedParameters:
         )
 
     def before_backward(self, block: int, result: Any, given: Any = ()) -> None:
-        """Enter ``block`` when the backward reaches its ``result``. Tensors of the inputs ``given`` that the block
-        returns unchanged are ignored."""
+        """Enter ``block`` when the backward reaches ``result``, the output of the block.
+
+        Tensors of the inputs ``given`` that the block returns unchanged are ignored.
+        """
         passed = {tensor.grad_fn for tensor in tensors_in(given)}
         for node in {tensor.grad_fn for tensor in tensors_in(result)} - passed:
             if node is not None:
@@ -188,7 +203,9 @@ class OffloadedParameters:
 
     def enter(self, *blocks: int, backward: bool = False) -> None:
         """Wait until the device's current stream may use the weights of ``blocks``, and begin to read the next block.
-        In a ``backward``, memory for the gradients of the last block is reserved."""
+
+        In a ``backward``, memory for the gradients of the last of ``blocks`` is reserved.
+        """
         returns = backward or torch.is_grad_enabled()
         with self.lock, torch.no_grad():
             self._check_open()
@@ -220,7 +237,9 @@ class OffloadedParameters:
         self._statistics.stall_seconds += time.perf_counter() - start
 
     def extend_limit(self, blocks: Iterable[int]) -> bool:
-        """Raise the limits if ``blocks``, with their gradients, exceed them together; return whether they did."""
+        """Raise the limits if ``blocks`` with their gradients exceed them
+        together; return whether the limits were raised.
+        """
         flats = [self._flats[block] for block in blocks]
         weights = sum(flat.size for flat in flats)
         total = weights + sum(flat.gradient_bytes for flat in flats)
@@ -235,19 +254,25 @@ class OffloadedParameters:
         return self._flats[block].is_referenced
 
     def note_change(self, block: int) -> None:
-        """Write the weights of ``block``, which are on the device, before their memory is freed: they may be changed
-        through an alias."""
+        """Mark ``block``, which is on the device, as changed, so that its weights are written before their memory is
+        freed.
+
+        They may have been changed through an alias.
+        """
         self._flats[block].changed = True
 
     def restart_visits(self) -> None:
-        """Expect the next block visits in the order of those since the last call."""
+        """Note that a step has ended. The next step is expected to use the blocks in the same order."""
         with self.lock:
             self._visits.restart()
 
     @contextlib.contextmanager
     def hold_gradients(self, hold: bool) -> Iterator[None]:
-        """Run a backward of one block in this context. With ``hold`` the next backward is of the same block, too: its
-        gradients stay on the device and are added there. Otherwise all gradients of the block are written."""
+        """A context for a backward of one block.
+
+        With ``hold`` the next backward runs through the same block, so gradients stay on the device and are summed
+        there. Otherwise all gradients of the block are written to the store.
+        """
         self._holds = hold
         try:
             yield
@@ -266,8 +291,11 @@ class OffloadedParameters:
         self.enter(block, backward=True)
 
     def norm_terms(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """Return tensors whose total norm is that of the gradients of ``parameters``, to the last bit: the gradient
-        of a resident parameter, and the norm of an offloaded gradient, in fp32 or wider."""
+        """Return tensors whose total norm is exactly the norm of all gradients of ``parameters``.
+
+        They are the gradients of parameters that stay on the device, and the norms of offloaded gradients, in fp32 or
+        wider.
+        """
         found = []
         for parameter in parameters:
             flat = self._flat_of.get(parameter)
@@ -283,7 +311,7 @@ class OffloadedParameters:
         return found
 
     def read_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the gradient of an offloaded parameter, on its device."""
+        """Return the gradient of an offloaded parameter, on the device; None if there is none."""
         with self.lock, torch.no_grad():
             gradient = self._flat_of[parameter].gradient(parameter)
             if not gradient.seen:
@@ -297,7 +325,7 @@ class OffloadedParameters:
             return total
 
     def write_gradient(self, parameter: nn.Parameter, total: Tensor) -> None:
-        """Begin to write ``total``, which is not changed afterwards, in place of the stored gradient."""
+        """Begin to write ``total`` in place of the stored gradient. The caller must not change ``total`` afterwards."""
         with self.lock, torch.no_grad():
             self._check_open()
             stored = self._flat_of[parameter].gradient(parameter)
@@ -306,7 +334,7 @@ class OffloadedParameters:
             self._free_bytes_for(0)
 
     def clear_gradient(self, parameter: nn.Parameter, *, to_none: bool) -> None:
-        """Set one stored gradient to None, or to zeros if there was one."""
+        """Set one stored gradient to None or, if there was one and not ``to_none``, to zeros."""
         with self.lock:
             while self._pending:
                 with contextlib.suppress(SwapError):  # the gradient is dropped anyway
@@ -314,13 +342,18 @@ class OffloadedParameters:
             self._flat_of[parameter].gradient(parameter).clear(to_none=to_none)
 
     def gradient(self, parameter: nn.Parameter) -> Gradient:
-        """Return the stored gradient of an offloaded parameter; hold :attr:`lock` to begin reads and writes of it."""
+        """Return the stored gradient of an offloaded parameter.
+
+        Hold :attr:`lock` while you begin to read or write it.
+        """
         return self._flat_of[parameter].gradient(parameter)
 
     def zero_gradients(self, *, set_to_none: bool = False) -> None:
-        """Set gradients to zero or None before a step. Gradients that a running optimizer step uses are left to that
-        step, which zeroes them itself. The order of block visits of the last step becomes the expected order of the
-        next."""
+        """Set gradients to zero or None before a step, except gradients that a running optimizer step uses and then
+        zeroes.
+
+        The order of block visits of the last step becomes the expected order of the next step.
+        """
         with self.lock:
             while self._pending:
                 with contextlib.suppress(SwapError):  # the gradient is dropped anyway
@@ -333,7 +366,7 @@ class OffloadedParameters:
             self._visits.restart()
 
     def read_full(self, block: int) -> list[Tensor]:
-        """Return the values of :meth:`parameters` in host memory, without a copy on the device."""
+        """Return copies of the offloaded parameters of ``block`` in host memory, without using device memory."""
         with self.lock, torch.no_grad():
             self._check_open()
             return self._flats[block].read_full()
@@ -356,7 +389,7 @@ class OffloadedParameters:
             return taken
 
     def restore(self) -> None:
-        """Put every parameter on the device and end the offload; gradients are lost."""
+        """Put every parameter on the device and end the offload. Gradients are lost."""
         with self.lock, torch.no_grad():
             self.zero_gradients(set_to_none=True)
             for flat in self._flats:
@@ -364,7 +397,7 @@ class OffloadedParameters:
             self._close()
 
     def close(self) -> None:
-        """End the offload; weights that are not on the device stay NaN. The caller closes the store next."""
+        """End the offload. Weights that are not on the device stay NaN. The caller closes the store afterwards."""
         with self.lock, torch.no_grad():
             if not self._closed:
                 self.zero_gradients(set_to_none=True)
@@ -386,11 +419,11 @@ class OffloadedParameters:
 
     def _limits(self) -> tuple[int, int, int]:
         """Return three limits in bytes: of weights on the device, of weights and gradients together, and of gradients
-        under write. The store holds gradients under write twice, for which its capacity includes one more block with
-        gradients.
+        that are being written.
 
-        The second limit is at least that of one block with its gradients and of one gradient more: adding a gradient to
-        the stored one needs both in memory.
+        The second limit allows at least one block with its gradients and one gradient more, because adding a gradient
+        to the stored one needs both in memory. While a gradient is being written, the store holds its old and new
+        values, so its capacity includes one more block with gradients.
         """
         sizes = [flat.size for flat in self._flats]
         largest = max(sizes, default=0)
@@ -401,7 +434,7 @@ class OffloadedParameters:
         return weights, limit, largest + gradients
 
     def _watch(self, flat: FlatParameter) -> None:
-        """Hook the gradients of trained parameters; a parameter may have been unfrozen since the last call."""
+        """Register gradient hooks on trained parameters. Some may have been unfrozen since the last call."""
         new = [p for p in flat.parameters if p.requires_grad and p not in self._watched]
         if new:
             self._hooks.extend(
@@ -412,11 +445,12 @@ class OffloadedParameters:
             self._weight_limit, self._limit_bytes, self._write_limit = self._limits()
 
     def fetch_gradient(self, parameter: nn.Parameter) -> None:
-        """Set ``.grad`` of an offloaded parameter to its stored gradient, if there is one, so that the caller can add
-        to it. No-op for a resident parameter.
+        """Set ``.grad`` of an offloaded parameter to the stored gradient, if there is one, so that the caller can add
+        to it.
 
-        Bytes for the gradient are reserved until :meth:`offload_gradient`, and as many are freed for the caller's
-        summand. Parameters whose gradients are fetched at one time belong to one block, and no backward runs meanwhile.
+        Memory for the gradient is reserved until :meth:`offload_gradient`, and the same amount is freed for the tensor
+        that the caller adds. Gradients that are fetched at the same time must belong to one block, and no backward may
+        run meanwhile. No-op for a parameter that stays on the device.
         """
         if parameter not in self._flat_of:
             return
@@ -439,8 +473,10 @@ class OffloadedParameters:
             self._statistics.stall_seconds += time.perf_counter() - start
 
     def offload_gradient(self, parameter: nn.Parameter) -> None:
-        """Begin to write ``.grad`` in place of the stored gradient that :meth:`fetch_gradient` read. No-op for a
-        parameter that is not offloaded."""
+        """Begin to write ``.grad`` in place of the stored gradient, after :meth:`fetch_gradient`.
+
+        No-op for a parameter that stays on the device.
+        """
         if parameter not in self._flat_of:
             return
         total, parameter.grad = parameter.grad, None
@@ -453,7 +489,10 @@ class OffloadedParameters:
             self._statistics.stall_seconds += time.perf_counter() - start
 
     def _offload_gradient(self, parameter: Tensor) -> None:
-        """Begin to write a gradient of autograd, added to the stored one; while gradients are held, add it only."""
+        """Add a gradient that autograd has computed to the stored gradient, and begin to write the sum.
+
+        Inside :meth:`hold_gradients`, the sum stays on the device.
+        """
         assert isinstance(parameter, nn.Parameter)
         added = parameter in self._held
         if parameter in self.kept_gradients or (self._holds and added):
@@ -485,7 +524,7 @@ class OffloadedParameters:
             self._statistics.stall_seconds += time.perf_counter() - start
 
     def _write_gradient(self, parameter: nn.Parameter, total: Tensor) -> None:
-        """Begin to write the ``total`` of a parameter's gradients, or the part that the sink does not take."""
+        """Begin to write ``total``, the sum of a parameter's gradients, except segments that the sink accepts."""
         stored = self._flat_of[parameter].gradient(parameter)
         self._reserved = max(0, self._reserved - total.nbytes)
         taken = () if self.sink is None else self.sink.accept(parameter, total)
@@ -517,8 +556,11 @@ class OffloadedParameters:
             flat.start_read()
 
     def _free_bytes_for(self, size: int, *, weights: int = 0) -> None:
-        """Wait until ``size`` more bytes fit, of which ``weights`` are weights. Blocks that are not expected next are
-        evicted first; then the call waits for gradients under write; then expected blocks are evicted."""
+        """Wait until ``size`` more bytes fit, of which ``weights`` are weights.
+
+        First, blocks that are not expected next are evicted. Then the call waits for gradients that are being written.
+        At last, blocks that are expected next are evicted.
+        """
         while not self._fits(size, weights=weights):
             if self._evict():
                 continue
@@ -535,7 +577,10 @@ class OffloadedParameters:
         )
 
     def _evict(self, *, expected: bool = False) -> bool:
-        """Evict one block; return whether there was one."""
+        """Evict one block that is not in use; return whether there was one.
+
+        ``expected`` includes blocks expected next.
+        """
         spared = [] if expected else self._expected_next()
         for flat in self._flats:
             if (
@@ -557,7 +602,7 @@ class OffloadedParameters:
         return [self._flats[block] for block in following if self._flats[block] not in self._in_use]
 
     def _accumulation_bytes(self) -> int:
-        """Bytes needed to add one gradient of the running block to its stored gradient."""
+        """Return the bytes needed to add one gradient of the running block to the stored gradient."""
         if not self._reserved or not self._in_use:
             return 0
         flat = self._in_use[-1]
@@ -567,12 +612,12 @@ class OffloadedParameters:
         self._blocks_by_storage = {id(flat.storage): i for i, flat in enumerate(self._flats)}
 
     def _collect_written(self) -> None:
-        """Release gradients that are written."""
+        """Release the gradients whose writes have ended."""
         while self._pending and self._pending[0].written.has_ended():
             self._finish_oldest_write()
 
     def _finish_oldest_write(self) -> None:
-        """Wait for the oldest gradient under write."""
+        """Wait for the gradient whose write began first, and release it."""
         pending = self._pending.popleft()  # holds the bytes until the write has ended
         pending.written.finish()
 
@@ -591,8 +636,10 @@ class OffloadedParameters:
 
 
 class ResidentParameters:
-    """The interface of :class:`OffloadedParameters` for a stage whose parameters all stay on the device. ``blocks`` are
-    iterated once."""
+    """The interface of :class:`OffloadedParameters` for a stage whose parameters all stay on the device.
+
+    ``blocks`` is iterated once.
+    """
 
     chunks: tuple[Chunk, ...] = ()
     stall_seconds = 0.0
@@ -611,7 +658,7 @@ class ResidentParameters:
         return ()
 
     def attach(self, block: int, module: nn.Module) -> None:
-        """No-op: there is nothing to enter."""
+        """No-op: no weights need to be loaded."""
 
     def norm_terms(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -645,11 +692,11 @@ class ResidentParameters:
 
 
 class PrefetchOrder:
-    """The order of block visits, from which the next visits are predicted.
+    """Records the order in which blocks run, and predicts which blocks run next.
 
-    A step is expected to visit the blocks in the order of the previous step. Without a previous step, or after a
-    deviation from it, blocks are expected in the order of the chain and back or, if the chain has no backward, in the
-    order of the chain again and again.
+    A step is expected to run the blocks in the order of the previous step. Without a previous step, or after a
+    deviation from its order, blocks are expected in the order of the chain and back. If the chain has no backward, they
+    are expected in the order of the chain again and again.
     """
 
     def __init__(self) -> None:
@@ -658,8 +705,10 @@ class PrefetchOrder:
         self._same = self._returns = True
 
     def visit(self, block: int, *, returns: bool = True) -> bool:
-        """Record that ``block`` runs now; return whether another block ran before it. ``returns``: whether the chain
-        also has a backward."""
+        """Record that ``block`` runs now; return whether another block ran before it.
+
+        ``returns`` is True if the chain also has a backward.
+        """
         self._returns = returns
         if self._now and self._now[-1] == block:
             return False
@@ -674,7 +723,10 @@ class PrefetchOrder:
         self._last, self._now, self._same = self._now, [], True
 
     def next_blocks(self, count: int, blocks: int) -> list[int]:
-        """Return the next ``count`` of all ``blocks``, as far as they can be predicted."""
+        """Return the next ``count`` blocks that are expected to run, or fewer if the order is unknown.
+
+        ``blocks`` is the number of blocks.
+        """
         if self._same:
             return self._last[len(self._now) : len(self._now) + count]
         at = self._now[-1]

@@ -1,1 +1,1 @@
-"""The tier contract, and its stores: host memory and disk."""
+"""The interface of a store for offloaded data, and the stores in host memory and on disk."""

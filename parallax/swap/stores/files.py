@@ -1,4 +1,4 @@
-"""Swap files that no other user can read or replace, and that no killed process leaves behind."""
+"""Create swap files that no other user can read or replace, and that disappear even if the process is killed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _LONGEST_NAME = 255  # bytes, on every file system in use
 
 
 def private_file(directory: Path, remedies: Remedies = ENGINE) -> int:
-    """Return an open, unlinked file in ``directory``.
+    """Return the handle of a new file in ``directory`` that is already unlinked.
 
-    The file is opened relative to the open directory, so that no other process can replace the directory in between.
+    The file is opened relative to a handle of the directory, so no other process can replace the directory meanwhile.
     """
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ def private_file(directory: Path, remedies: Remedies = ENGINE) -> int:
 
 
 def check_directory(directory: Path, remedies: Remedies) -> None:
-    """Raise the error that :func:`private_file` would raise; the test leaves no file behind."""
+    """Raise the error that :func:`private_file` would raise in ``directory``. No file is left behind."""
     try:
         if any(len(os.fsencode(name)) > _LONGEST_NAME for name in directory.parts):
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
@@ -75,8 +75,11 @@ def _unusable(directory: Path, error: OSError, remedies: Remedies) -> SwapError:
 
 
 def _make_private(folder: int, directory: Path, remedies: Remedies) -> None:
-    """Restrict the folder's mode to its owner. Raises :class:`SwapError` for a folder of another user, or for one open
-    to others that holds other files."""
+    """Restrict the folder's access to its owner.
+
+    Raises :class:`SwapError` if another user owns the folder, or if other users can access it and it already contains
+    other files.
+    """
     found = os.fstat(folder)
     if found.st_uid != os.getuid():
         raise SwapError(f"swap directory {directory} is another user's: {remedies.directory}")
@@ -91,7 +94,7 @@ def _make_private(folder: int, directory: Path, remedies: Remedies) -> None:
 
 
 def _remove_files(folder: int) -> None:
-    """Unlink this process's file, and those of processes that were killed before they could unlink theirs."""
+    """Unlink this process's swap file, and those of processes that were killed before they could unlink theirs."""
     for name in os.listdir(folder):
         if name.startswith(_PREFIX):
             with contextlib.suppress(FileNotFoundError):

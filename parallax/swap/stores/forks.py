@@ -1,8 +1,8 @@
-"""Run callbacks in a forked child, for locks that no thread will release and threads that do not exist there.
+"""Repair objects with locks or threads in a forked child process.
 
-A child has the parent's memory and only the thread that forked. An object with a lock or threads registers here,
-and its ``after_fork`` runs before any other code of the child. Code that waits for a thread compares
-:func:`generation` with that of the process that started the thread.
+A child has the parent's memory but only the thread that forked, so no thread releases a lock that another thread held.
+Objects register here, and their ``after_fork`` runs before any other code of the child. Code that waits for a thread
+compares :func:`generation` with its value in the process that started the thread.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Protocol
 
 
 class Forked(Protocol):
-    """An object whose ``after_fork`` runs in a forked child."""
+    """The interface of an object whose ``after_fork`` runs in a forked child."""
 
     def after_fork(self) -> None:
-        """Repair the object in the child, which has only the thread that forked."""
+        """Repair the object in the child process, which has only the thread that forked."""
 
 
 _ALIVE: weakref.WeakSet[Forked] = weakref.WeakSet()

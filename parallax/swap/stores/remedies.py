@@ -1,4 +1,4 @@
-"""Settings that the error messages of a tier name, for the engine and for ``parallax.swap``."""
+"""The advice in error messages of offload tiers, which differs between the engine and ``parallax.swap``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from parallax.plan.tier import Tier
 
 @dataclass(frozen=True, kw_only=True)
 class Remedies:
-    """Remedies for error messages. ``full``: for a full tier, with the placeholders ``{key}``, the key of ``cluster``
-    that sets its capacity, and ``{folder}``, replaced by ``folder`` for tiers of files. ``directory``: for an unusable
-    folder. ``pinning``: for host memory that cannot be pinned."""
+    """Advice for error messages.
+
+    ``full`` is for a full tier. Its placeholder ``{key}`` is the key of ``cluster`` that sets the tier's capacity, and
+    ``{folder}`` is replaced by ``folder`` for tiers that use files. ``directory`` is for an unusable folder, and
+    ``pinning`` for host memory that cannot be pinned.
+    """
 
     full: str
     folder: str = ""
@@ -19,7 +22,7 @@ class Remedies:
     pinning: str
 
     def when_full(self, tier: Tier) -> str:
-        """Return the remedy for the full tier ``tier``."""
+        """Return the advice for the case that ``tier`` is full."""
         return self.full.format(key=tier.key, folder="" if tier.in_ram else self.folder)
 
 

@@ -1,4 +1,4 @@
-"""Allocation of slots in a store."""
+"""Allocate slots (ranges of bytes) in a store."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ _SLACK = 1.25  # most length of the address range, relative to the most bytes ev
 
 
 class StoreSlot(NamedTuple):
-    """A slot of ``size`` bytes: one range from ``offset``, or several ranges (offset, bytes), the first of which begins
-    at ``offset``."""
+    """A slot of ``size`` bytes: one range from ``offset``, or several ranges
+    (offset, bytes), the first of which begins at ``offset``.
+    """
 
     offset: int
     size: int
     stretches: tuple[tuple[int, int], ...] = ()
 
     def parts(self, start: int, size: int) -> Iterator[tuple[int, int]]:
-        """Yield, in order, the (offset, bytes) ranges that hold ``size`` bytes of the slot, from its byte ``start``
-        on."""
+        """Yield the ranges (offset, bytes) that hold ``size`` bytes of the
+        slot, beginning at byte ``start`` of the slot.
+        """
         for offset, length in self.stretches or ((self.offset, self.size),):
             if start < length and size:
                 found = min(length - start, size)
@@ -39,8 +41,8 @@ class SlotMap:
 
     Sizes that differ from step to step leave gaps between slots. A new slot uses the smallest gap that fits. If none
     fits, the slot is placed at the end of the range. The range may become at most a quarter longer than the peak of
-    bytes in use; a slot that does not fit within this length consists of several gaps, longest first. So the range
-    stays bounded for any sequence of requests, and a tier is full only when all its bytes are in use.
+    bytes in use. A slot that does not fit within this length is divided among several gaps, longest first. So the range
+    stays bounded for any sequence of requests, and a store is full only when all its bytes are in use.
     """
 
     def __init__(self, capacity: int, name: str, remedy: str = "raise its capacity") -> None:
@@ -56,11 +58,11 @@ class SlotMap:
         call_after_fork(self)
 
     def after_fork(self) -> None:
-        """Replace the lock, which another thread of the parent may have held."""
+        """Replace the lock in a forked child, because another thread of the parent may have held it."""
         self._lock = threading.Lock()
 
     def allocate(self, size: int) -> StoreSlot:
-        """Return a slot of ``size`` bytes; raise :class:`SwapError` if the store is full."""
+        """Return a slot of ``size`` bytes. Raises :class:`SwapError` if the store is full."""
         rounded = _rounded(size)
         with self._lock:
             if self.used_bytes + rounded > self._capacity:
@@ -86,7 +88,7 @@ class SlotMap:
         return found
 
     def _find(self, size: int) -> list[tuple[int, int]]:
-        """Allocate ``size`` bytes and return their ranges. The caller has checked that as many are free."""
+        """Allocate ``size`` bytes and return their ranges. The caller has checked that enough bytes are free."""
         smallest = bisect.bisect_left(self._sorted, (size, 0))
         if smallest < len(self._sorted):
             return [self._take_gap(smallest, size)]
@@ -102,7 +104,7 @@ class SlotMap:
         return found
 
     def _take_gap(self, index: int, size: int) -> tuple[int, int]:
-        """Allocate the front of a gap, or all of it."""
+        """Allocate ``size`` bytes at the start of a gap, or the whole gap if it is smaller."""
         length, offset = self._sorted.pop(index)
         del self._gaps[offset], self._ends[offset + length]
         if length > size:
@@ -134,8 +136,10 @@ class SlotMap:
 
 
 def _slot(size: int, found: list[tuple[int, int]]) -> StoreSlot:
-    """Return a slot of ``size`` bytes in the ranges ``found``; the last range consists of whole pages and may be longer
-    than needed."""
+    """Return a slot of ``size`` bytes in the ranges ``found``.
+
+    The last range consists of whole pages, so it may be longer than needed.
+    """
     return StoreSlot(found[0][0], size, tuple(found) if len(found) > 1 else ())
 
 

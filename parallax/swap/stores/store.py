@@ -1,4 +1,4 @@
-"""Stores of offloaded data: they write bytes, read them back and free them."""
+"""Stores of offloaded data, which write tensors, read them back and free them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _REQUEST = 8 * 2**20
 
 
 class Pending(Protocol):
-    """A transfer under way."""
+    """The interface of a running transfer."""
 
     def done(self) -> bool:
-        """Whether the transfer has finished; raises :class:`SwapError` if it failed."""
+        """Whether the transfer has finished. Raises :class:`SwapError` if it failed."""
 
     def wait(self) -> None:
         """Wait until the source may be released, or until the device's stream may read the target."""
@@ -41,12 +41,15 @@ class Pending(Protocol):
         """Cancel the transfer if it has not begun; return whether it was cancelled."""
 
     def seconds(self) -> float:
-        """Duration of the transfer without time in a queue; valid once it is done."""
+        """Return the duration of the transfer without its time in a queue; valid once it is done."""
 
 
 class Store(Protocol):
-    """The interface of a tier's store. ``data`` and ``target`` are one-dimensional uint8 tensors on the device; the
-    caller keeps them alive and unchanged until the transfer is done. ``tier``: the name of the store's tier."""
+    """The interface of a store in one offload tier. ``tier`` is the tier's name.
+
+    ``data`` and ``target`` are one-dimensional uint8 tensors on the device. The caller keeps them alive and unchanged
+    until the transfer is done.
+    """
 
     tier: str
     slots: SlotMap
@@ -56,20 +59,20 @@ class Store(Protocol):
         """Pinned memory allocated in excess of the requested bytes."""
 
     def write(self, data: Tensor) -> tuple[StoreSlot, Pending]:
-        """Begin to copy ``data`` to a new slot."""
+        """Begin to copy ``data`` to a new slot; return the slot and the running transfer."""
 
     def read(self, slot: StoreSlot, target: Tensor) -> Pending:
-        """Begin to copy the bytes of ``slot`` into ``target``."""
+        """Begin to copy the bytes of ``slot`` into ``target``; return the running transfer."""
 
     def free(self, slot: StoreSlot) -> None:
-        """Free the slot; later writes may overwrite its bytes at once."""
+        """Free the slot, so that later writes may overwrite its bytes at once."""
 
     def close(self) -> None:
         """Finish or cancel transfers and release all resources."""
 
 
 class _EventPending:
-    """The device-to-host or host-to-device copies of a transfer, one for each range of the slot."""
+    """A transfer between device and host memory, which consists of one copy for each range of the slot."""
 
     def __init__(self, copies: list[Event], *, to_device: bool) -> None:
         self._copies, self._to_device = copies, to_device
@@ -98,10 +101,11 @@ class _EventPending:
 
 
 class HostStore:
-    """A store in host memory, pinned under accelerators.
+    """A store in host memory, which is pinned for accelerators.
 
-    Memory is one arena of all ``capacity`` bytes, allocated at once, or slabs of ``slab_bytes``, allocated as
-    slots need them, for a capacity that may never be used in full."""
+    The memory is one arena of ``capacity`` bytes, allocated at once. With ``slab_bytes``, it is allocated in slabs of
+    this size when slots need them, for a capacity that may never be used in full.
+    """
 
     def __init__(
         self,
@@ -123,12 +127,12 @@ class HostStore:
             self._allocate(capacity)
 
     def after_fork(self) -> None:
-        """Replace the lock, which another thread of the parent may have held."""
+        """Replace the lock in a forked child, because another thread of the parent may have held it."""
         self._growing = threading.Lock()
 
     @property
     def waste_bytes(self) -> int:
-        """Memory allocated so far in excess of the requested bytes."""
+        """Pinned memory allocated so far in excess of the requested bytes."""
         requested = min(self._capacity, len(self._slabs) * self._slab_bytes)
         return sum(slab.allocated_bytes for slab in self._slabs) - requested
 
@@ -159,7 +163,7 @@ class HostStore:
             slab.close()
 
     def _allocate_slabs(self, slot: StoreSlot) -> None:
-        """Allocate those slabs of a slot that do not exist yet."""
+        """Allocate the slabs of a slot that do not exist yet."""
         if len(self._slabs) * self._slab_bytes < self._capacity:
             self._allocate(max(offset + size for offset, size in slot.parts(0, slot.size)))
 
@@ -170,7 +174,7 @@ class HostStore:
                 self._slabs.append(self._copies.arena(size))
 
     def _pairs(self, slot: StoreSlot, data: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return parts of ``data``, each with its memory in a slab; nearly always a single part."""
+        """Return the parts of ``data``, each with its memory in a slab. There is nearly always one part."""
         if not slot.stretches:
             slab, begin = divmod(slot.offset, self._slab_bytes)
             if begin + slot.size <= self._slab_bytes:
@@ -188,7 +192,7 @@ class HostStore:
 
 
 class _InlineExecutor:
-    """An executor that runs work on the calling thread."""
+    """An executor that runs each task on the calling thread."""
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
         future: Future[None] = Future()
@@ -201,11 +205,11 @@ class _InlineExecutor:
 
 
 class _FilePending:
-    """A transfer between a file and memory on a worker thread, including the device's copies.
+    """A transfer between a file and memory on a worker thread, including copies from or to the device.
 
-    The thread's work is released as soon as it ends, fails or is cancelled, because it holds the tensor. Of an error
-    only the text is kept, because its traceback would hold frames. A forked child has no worker threads, so it runs
-    unfinished work itself.
+    The task is released as soon as it ends, fails or is cancelled, because it references the tensor. Of an error only
+    the text is kept, because its traceback would reference frames. A forked child has no worker threads, so it runs
+    unfinished tasks itself.
     """
 
     def __init__(
@@ -263,12 +267,13 @@ class _FilePending:
 
 
 class DiskStore:
-    """One file per rank, written and read by worker threads. Reads have threads of their own, because training waits
-    for them. Data read is compared with a checksum of the data written (30 GB/s on one core, so it costs little
-    compared with the file access).
+    """A store in one file per rank, written and read by worker threads.
 
-    The file has mode 0600 in a directory that only its owner can enter. It is never reached through a symbolic
-    link and is unlinked while open, so that no file is left over however the process ends.
+    Reads have separate threads, because training waits for them. A checksum detects data that was read incorrectly (30
+    GB/s on one core, so it costs little compared with the file access).
+
+    The file has mode 0600 in a directory that only its owner can enter. It is never reached through a symbolic link and
+    is unlinked while open, so that no file is left over however the process ends.
     """
 
     def __init__(
@@ -304,8 +309,10 @@ class DiskStore:
         call_after_fork(self)
 
     def after_fork(self) -> None:
-        """Continue in a forked child, without threads: read the parent's data from its file, and write to a new file.
-        The parent's data is valid until the parent changes it; most children only load training data or exit."""
+        """Continue in a forked child without worker threads: read from the parent's file, and write to a new file.
+
+        The child can read the parent's data until the parent changes it. Most children only load training data or exit.
+        """
         if self._file is not None:
             self._inherited.append(self._file)
         self._file, self._writers, self._readers = None, _InlineExecutor(), _InlineExecutor()
@@ -324,7 +331,7 @@ class DiskStore:
         self.slots.release(slot)
 
     def close(self) -> None:
-        """Cancel transfers that have not begun, wait for the others, close the file."""
+        """Cancel transfers that have not begun, wait for the others, and close the file."""
         if self._closed:
             return
         self._closed = True
@@ -396,7 +403,7 @@ def _pool(threads: int, name: str, copies: CopyEngine) -> ThreadPoolExecutor:
 
 
 class _Bytes:
-    """Exposes a tensor's memory to numpy. ``Tensor.numpy`` would make the owner's storage non-resizable."""
+    """Exposes a tensor's memory to numpy. ``Tensor.numpy`` would make the tensor's storage non-resizable."""
 
     def __init__(self, data: Tensor) -> None:
         self.__array_interface__ = {
@@ -413,8 +420,10 @@ def _array(data: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def _sum(data: Tensor) -> int:
-    """Return a checksum of ``data``. It detects every single bit flip and almost surely a hole or the data of another
-    tensor."""
+    """Return a checksum of ``data``.
+
+    It detects every single bit flip, and almost surely a hole or the data of another tensor.
+    """
     view = _array(data)
     whole = view.size - view.size % 8
     return int(np.add.reduce(view[:whole].view(np.uint64))) + int(

@@ -1,15 +1,15 @@
-"""Opening a store in each tier, and registration of custom tiers.
+"""Open a store in each offload tier, and register custom tiers.
 
-A tier consists of the properties that the planner, the machine and messages use
-(:class:`parallax.plan.tier.Tier`), and a function that opens a store. Both are registered together, so a new tier
-is one file::
+A tier consists of properties for the planner, for machine checks and for messages (:class:`parallax.plan.tier.Tier`),
+and of a function that opens a store. Both are registered together, so a new tier is one file::
 
     FAST = Tier(name="fast", key="disk", shared=True, ...)
 
     def open_fast(request: StoreRequest) -> Store:
         return DiskStore(Path("/fast"), request.capacity, request.copies, threads=request.threads, tier=FAST)
 
-    register_tier(FAST, open_fast)                # in every process that plans or trains"""
+    register_tier(FAST, open_fast)                # in every process that plans or trains
+"""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ from parallax.swap.stores.store import DiskStore, HostStore, Store
 class StoreRequest:
     """Arguments for opening the store of one rank.
 
-    ``capacity``: bytes. ``copies``: copy engine of the device. ``directory``, ``threads`` (that write; as many others
-    read) and ``delay`` (seconds before a transfer): for tiers of files. ``remedies``: settings that error messages
-    name. ``slab_bytes``: bytes of memory to allocate at one time; 0: all at once.
+    ``capacity``: bytes of the store. ``copies``: copy engine of the device. ``directory``, ``threads`` (for writing,
+    and the same number for reading) and ``delay`` (returns the seconds to wait before a transfer) are used by tiers of
+    files. ``remedies``: advice in error messages. ``slab_bytes``: bytes of memory to allocate at one time; 0: all at
+    once.
     """
 
     tier: Tier
@@ -59,7 +60,7 @@ class _Opener(NamedTuple):
 
 
 def open_store(request: StoreRequest) -> Store:
-    """Return the store; raise :class:`PlanError` for a tier that holds no data."""
+    """Open the store that ``request`` describes. Raises :class:`PlanError` for a tier that cannot hold data."""
     if request.tier.name not in _OPENERS:
         raise PlanError(
             f"tier {printable(request.tier.name)} holds no data, but the plan offloads to it: plan again with "
@@ -69,10 +70,11 @@ def open_store(request: StoreRequest) -> Store:
 
 
 def register_tier(tier: Tier, opener: OpenStore, check: CheckFolder = _any_folder) -> None:
-    """Register a custom tier as ``swap.tier=name``, and for plans.
+    """Register a custom tier, so that ``swap.tier`` and plans can name it.
 
-    ``opener`` opens the store of one rank. ``check`` raises :class:`SwapError` if a store could not be opened in a
-    folder, before data is moved. Raises :class:`PlanError` if the name is taken."""
+    ``opener`` opens the store of one rank. ``check`` is called before data is moved, and raises :class:`SwapError` if a
+    store could not be opened in a folder. Raises :class:`PlanError` if the name is taken.
+    """
     if tier.name in TIERS or tier.name == AUTO:
         raise PlanError(f"tier {printable(tier.name)}: the name is taken; choose another")
     TIERS[tier.name] = tier

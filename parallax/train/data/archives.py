@@ -1,4 +1,4 @@
-"""Tar files that a path or a URL names, read in pieces from local disks or through fsspec."""
+"""Find tar files by a path or a URL, and read pieces of them from local disks or through fsspec."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SETS = ("train", "val", "valid", "validation", "test")
 
 
 class Archives(Protocol):
-    """Tar files by number. ``sizes``: the bytes of each file. ``identity``: JSON data that identify the files."""
+    """Tar files, by number. ``sizes``: the bytes of each file. ``identity``: JSON data that identify the files."""
 
     sizes: list[int]
     identity: list[Any]
@@ -74,7 +74,7 @@ def _local(path: str, label: str) -> list[Path]:
 
 
 def _tars(names: list[str], path: str, label: str) -> list[str]:
-    """Return the tar files among ``names``, sorted. Raises :class:`DataError` if they belong to several sets of rows,
+    """Return the tar files among ``names``. Raises :class:`DataError` if their names belong to different data sets,
     such as train and val."""
     if compressed := [each for each in names if re.search(r"\.tar\.\w+$|\.tgz$", each)]:
         raise _compressed(compressed[0], label)
@@ -135,8 +135,8 @@ def check_head(head: bytes, where: str) -> None:
 
 
 class LocalArchives:
-    """Archives on a local disk, read with ``pread``, so that processes that share a file descriptor do not move each
-    other's file position. A process opens a file at its first read, and keeps few files open."""
+    """Archives on a local disk. They are read with ``pread``, because processes that share a file descriptor also share
+    its file position. A process opens a file at its first read, and keeps only a few files open."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._paths = paths
@@ -268,7 +268,8 @@ class RemoteArchives:
         return [str(each) for each in found]
 
     def _connected(self) -> Any:
-        """Return the file system. A forked process creates its own, because a file system may run a thread."""
+        """Return the file system. A forked process creates its own, because a file system may have a thread, which a
+        fork does not copy."""
         if self._process != os.getpid():
             from fsspec.core import url_to_fs
 

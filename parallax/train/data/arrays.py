@@ -49,9 +49,9 @@ class ArraysDataConfig(IndexedDataConfig):
     """Arrays in files; the first dimension is the row.
 
     ``path``: a folder with .npy files, or one .npz or .safetensors file. ``inputs``, ``targets``: names of the arrays
-    for the model and for the loss. A name is a file of the folder without .npy, or a member of the file. A list of
-    names is passed to the model as keyword arguments; auto takes as targets the first of labels, label, targets, target
-    and y, and as inputs all others.
+    for the model and for the loss. A name is a file in the folder without .npy, or an array in the file. Several inputs
+    are passed to the model as keyword arguments. With auto, the targets are the first of labels, label, targets, target
+    and y that exists, and the inputs are all other arrays.
     """
 
     name: str = "arrays"
@@ -67,7 +67,7 @@ class ArraysDataConfig(IndexedDataConfig):
         return self._table(model, Columns.chosen)
 
     def unlabelled(self, model: ModelConfig, *, quiet: bool = True) -> Table:  # noqa: ARG002
-        """Return the inputs of a folder or a file; one .npy file is the input."""
+        """Return rows with inputs only, from a folder or a file. A single .npy file is the input."""
         path = data_path("data.path", self.path)
         if path.suffix != ".npy" or path.is_dir():
             return self._table(model, Columns.unlabelled)
@@ -117,7 +117,7 @@ class ArraysTable:
         return self._rows
 
     def read(self, rows: Numbers, seeds: Seeds, parts: frozenset[str]) -> Values:  # noqa: ARG002
-        """Return the rows with the dtype of the file. The engine converts float64 values and integer targets."""
+        """Return the rows with the dtype of the file. The engine later converts float64 values and integer targets."""
         with timed("read"):
             found = {name: self._arrays[name].rows(rows) for name in self._columns.names(parts)}
         return self._columns.values(found, parts)
@@ -125,7 +125,7 @@ class ArraysTable:
 
 @dataclass(frozen=True)
 class Mapped:
-    """An array in a file. ``bfloat16``: the values are bfloat16 bits, stored as integers."""
+    """An array that is mapped from a file. ``bfloat16``: the array holds the bits of bfloat16 values, as integers."""
 
     values: Array
     bfloat16: bool = False
@@ -146,7 +146,7 @@ def _without_suffix(names: Names) -> Names:
 
 
 def _of_folder(root: Path, named: list[str]) -> Openers:
-    """Return the arrays in the .npy files of the folder ``root``, and of the ``named`` files in its subfolders."""
+    """Return functions that open the .npy files in the folder ``root``, and the ``named`` files in its subfolders."""
     names = sorted(each.stem for each in root.glob("*.npy"))
     names += [name for name in named if "/" in name]
     if not names:
@@ -155,7 +155,7 @@ def _of_folder(root: Path, named: list[str]) -> Openers:
 
 
 def _of_file(path: Path) -> Openers:
-    """Return the arrays in one .npz or .safetensors file."""
+    """Return functions that open the arrays in one .npz or .safetensors file."""
     kinds = {".npz": _of_npz, ".safetensors": _of_safetensors}
     if path.suffix == ".npy":
         raise ConfigError(

@@ -39,9 +39,10 @@ class AudioDataConfig(IndexedDataConfig):
 
     ``path``: a folder with a subfolder of files for each class, or a CSV file with the columns path (relative to the
     CSV file's folder) and label. ``seconds``: the length of a window; shorter files are padded with zeros. ``rate``:
-    samples per second, equal in all files; auto is the rate of the first file. ``channels``: 1 averages all channels of
-    a file; a larger number must equal the number of channels of every file. ``window``: random draws a new window of
-    each training file in each epoch, and uses the beginning of held-out files; first always uses the beginning.
+    samples per second, which must be equal in all files; auto is the rate of the first file. ``channels``: 1 averages
+    all channels of a file; a larger number must equal the number of channels of every file. ``window``: random draws a
+    new window of each training file in each epoch, and uses the beginning of held-out files; first always uses the
+    beginning.
     """
 
     name: str = "audio"
@@ -101,7 +102,7 @@ class Clips:
 
 
 class AudioTable:
-    """Windows of sound files. ``classes``: the names of the labels; None if the labels are numbers of the CSV file."""
+    """Windows of sound files. ``classes``: the names of the labels; None if the labels are numbers."""
 
     whole = False
 
@@ -136,8 +137,8 @@ class AudioTable:
         return found
 
     def _fill(self, window: Array, row: int, drawn: int) -> None:
-        """Write the samples of file ``row`` into ``window``. A short file leaves the end of the window unchanged.
-        ``drawn``: 64 random bits."""
+        """Write a window of the file of ``row`` into ``window``. If the file is shorter, the rest of ``window`` stays
+        unchanged. ``drawn``: 64 random bits that select the window."""
         path = self._path(row)
         with _opened(path) as file:
             self._check(file, path)
@@ -163,7 +164,8 @@ class AudioTable:
             )
 
     def _check(self, file: Any, path: Path) -> None:
-        """Raise :class:`DataError` for a file of another rate, or of other channels."""
+        """Raise :class:`DataError` if the file has another sample rate or another number of channels than the
+        settings."""
         if file.samplerate != self.rate:
             raise DataError(
                 f"{printable(str(path))}: it has {file.samplerate} samples per second, not data.rate={self.rate}: "
@@ -215,7 +217,7 @@ def _of_folder(root: Path) -> Clips:
 
 
 def _check_folder(root: Path, name: str) -> None:
-    """Raise :class:`DataError` for a link to a folder that is not below ``root``."""
+    """Raise :class:`DataError` if ``name`` is a link to a folder outside of ``root``."""
     real, top = (root / name).resolve(), root.resolve()
     if real == top or not real.is_relative_to(top):
         raise DataError(
@@ -241,7 +243,7 @@ def _of_csv(table: Path) -> Clips:
 
 
 def _numbered(labels: list[str]) -> tuple[Array, tuple[str, ...] | None]:
-    """Return labels as numbers, and the class names; None instead of names if all labels are numbers already."""
+    """Return the labels as numbers, and the class names; None instead of names if all labels are numbers already."""
     for dtype in (np.int64, np.float32):
         try:
             found = np.array(labels, dtype=dtype)

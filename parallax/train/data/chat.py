@@ -77,8 +77,8 @@ class ChatDataConfig(IndexedDataConfig):
 
     ``path``: a ``.jsonl`` or ``.parquet`` file, or a folder with such files. ``tokenizer``: a folder written by
     ``save_pretrained`` of transformers. ``template``: a file with a chat template; auto uses the tokenizer's template.
-    ``too_long``: truncate shortens a conversation to its first ``model.sequence`` tokens, and skips it if these have no
-    token of the assistant; drop skips every conversation that is longer.
+    ``too_long``: truncate shortens a conversation to its first ``model.sequence`` tokens, and skips it if none of them
+    is the assistant's; drop skips every longer conversation.
     """
 
     name: str = "chat"
@@ -121,8 +121,8 @@ class ChatDataConfig(IndexedDataConfig):
         return model.sequence
 
     def _tokenized(self, model: ModelConfig, *, quiet: bool) -> TokenFile:
-        """Return the tokens of all conversations, mapped from their cache file. A run that finds the cache file loads
-        no tokenizer."""
+        """Return the tokens of all conversations, mapped from their cache file. The tokenizer is loaded only if there
+        is no cache file yet."""
         files = _find(data_path("data.path", self.path), self.path)
         stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         named = f"data.tokenizer={printable(self.tokenizer)}"
@@ -143,7 +143,7 @@ class ChatDataConfig(IndexedDataConfig):
         return found
 
     def _template(self) -> tuple[Path, str]:
-        """Return the folder of the tokenizer, and the text of the file ``template``; "" stands for the tokenizer's own
+        """Return the folder of the tokenizer, and the text of the file ``template``, or "" for the tokenizer's own
         template."""
         folder = data_path("data.tokenizer", self.tokenizer) if self.tokenizer else None
         if folder is None or not folder.is_dir():
@@ -205,8 +205,8 @@ class ChatTemplate:
 
     @classmethod
     def open(cls, folder: Path, template: str, named: str) -> ChatTemplate:
-        """Return the template with the text ``template``, or the tokenizer's own template if the text is empty.
-        ``folder``: the tokenizer's folder. ``named``: the setting that names the template, for error messages."""
+        """Return the template whose text is ``template``, or the tokenizer's own template if ``template`` is "".
+        ``folder``: the tokenizer's folder. ``named``: the setting that error messages name."""
         tokenizer = load_pretrained(folder)
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ConfigError(
@@ -224,9 +224,9 @@ class ChatTemplate:
     def render(self, messages: Messages, tools: Any, where: str) -> tuple[str, Spans]:
         """Return the text of a conversation, and the character range (start, end) of each answer in it.
 
-        If the template has ``{% generation %}``, these blocks are the answers. Otherwise the conversation is rendered
-        twice for each answer: up to and including the answer, and up to the prompt for it. The answer is the
-        difference.
+        If the template has ``{% generation %}`` blocks, these are the answers. Otherwise the conversation is rendered
+        twice for each answer: once up to the prompt for the answer, and once up to the end of the answer. The answer is
+        the difference.
         """
         if self._marked:
             return self._rendered(messages, tools, where)
@@ -381,8 +381,8 @@ def _of_parquet(path: Path, advance: Advance) -> Iterator[tuple[str, Any]]:
 
 
 def conversation(example: Mapping[str, Any], where: str) -> Messages:
-    """Return the messages of an example. An example has ``messages``, ``conversations`` (as ShareGPT writes them), or a
-    pair of question and answer. Raises :class:`DataError`, naming ``where``, for any other example."""
+    """Return the messages of an example. They are its ``messages``, its ``conversations`` (as ShareGPT writes them), or
+    a pair of question and answer. Raises :class:`DataError`, naming ``where``, for any other example."""
     lists = (example.get(key) for key in ("messages", "conversations"))
     if (found := next((each for each in lists if each is not None), None)) is None:
         found = _of_pair(example, where)
@@ -415,7 +415,8 @@ def _of_pair(example: Mapping[str, Any], where: str) -> Any:
 
 
 def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a message that has a role, without its null keys. Parquet files have all keys in every message."""
+    """Return ``message`` without its null keys, after checking that it has a role. Parquet files give all keys to every
+    message."""
     found = {key: value for key, value in message.items() if value is not None or key == "content"}
     if "role" not in found and "from" in found:
         name = str(found["from"])

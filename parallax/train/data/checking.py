@@ -1,7 +1,7 @@
-"""Find broken images by their sizes and headers, before the first step.
+"""Find broken images before the first step, by their sizes and headers.
 
-All ranks and all epochs must have the same rows. So images with a broken header are skipped before rows are numbered.
-An image with a valid header that cannot be decoded ends the run.
+All ranks and all epochs must have the same rows, so images with a broken header are skipped before rows are numbered.
+An image with a valid header that cannot be decoded ends the run later.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def sound_items(
     *,
     quiet: bool = True,
 ) -> tuple[Numbers, list[int]]:
-    """Return the numbers of the sound and of the broken images among ``items`` of ``store`` (all by default).
+    """Return two lists of numbers: the valid and the broken images among ``items`` of ``store`` (by default all).
 
-    With ``broken=skip`` headers are checked, once for each store; ``digest()`` identifies the store. With
-    ``broken=refuse`` only sizes are checked, and a broken image raises :class:`DataError`.
+    With ``broken=skip``, headers are checked, once for each store; ``digest()`` identifies the store. Otherwise only
+    sizes are checked, and a broken image raises :class:`DataError`.
     """
     items = np.arange(len(store.sizes)) if items is None else items
     limit = parse_bytes(config.max_file, "data.max_file")

@@ -24,8 +24,8 @@ _SAMPLED = 32  # rows of which a fingerprint has the values
 
 @dataclass(frozen=True)
 class Columns:
-    """The names of the input columns and of the target columns. A single column is read as an array; several columns,
-    and any inputs of a model that takes keyword arguments, are read as a mapping."""
+    """The names of the input columns and of the target columns. A single column is read as an array. Several columns
+    are read as a mapping, and so are all inputs of a model that takes keyword arguments."""
 
     parts: Mapping[str, tuple[str, ...]]
     by_name: bool
@@ -34,7 +34,7 @@ class Columns:
     def chosen(
         cls, label: str, known: Collection[str], inputs: Names, targets: Names, *, by_name: bool
     ) -> Columns:
-        """Return the columns that the settings ``inputs`` and ``targets`` name. auto follows the rules of
+        """Return the columns that the settings ``inputs`` and ``targets`` select; auto follows the same rules as in
         ``data=dataset``. Raises :class:`DataError` for a name that is not ``known``."""
         several = listed(targets)
         if missing := [name for name in several if name not in known]:
@@ -59,7 +59,8 @@ class Columns:
     def unlabelled(
         cls, label: str, known: Collection[str], inputs: Names, targets: Names, *, by_name: bool
     ) -> Columns:
-        """Return the input columns alone; auto takes all but ``targets`` and the usual names of targets."""
+        """Return the input columns for rows without targets. auto selects all columns except ``targets`` and the usual
+        names of targets."""
         wanted = listed(inputs) or [
             name for name in known if name not in (*listed(targets), *TARGET_KEYS)
         ]
@@ -74,11 +75,11 @@ class Columns:
         return cls({INPUTS: tuple(wanted), TARGETS: ()}, by_name)
 
     def names(self, parts: Collection[str]) -> tuple[str, ...]:
-        """Return the names of all columns of ``parts`` without duplicates."""
+        """Return the names of all columns in ``parts`` (inputs, targets), each once."""
         return tuple(dict.fromkeys(name for part in sorted(parts) for name in self.parts[part]))
 
     def values(self, arrays: Mapping[str, Array], parts: Collection[str]) -> Values:
-        """Return the values of ``parts``. ``arrays``: column name → values of the rows."""
+        """Return the values of ``parts`` (inputs, targets). ``arrays``: column name → values of the rows."""
         found: Values = {}
         for part in parts:
             names = self.parts[part]
@@ -92,7 +93,7 @@ class Columns:
 def digest_of_columns(
     names: Sequence[str], rows: int, read: Callable[[str, Numbers], Array]
 ) -> str:
-    """Return a digest of the columns ``names``: dtype, shape, and the values of a few of the ``rows`` rows. ``read``
+    """Return a digest of the columns ``names``: of dtype, shape, and the values of a few of the ``rows`` rows. ``read``
     returns rows of a column."""
     chosen = np.unique(np.linspace(0, rows - 1, _SAMPLED).astype(np.int64))
     found = 0
@@ -111,5 +112,5 @@ def listed(names: Names) -> list[str]:
 
 
 def _argument(name: str) -> str:
-    """Return the model's argument for a column or file: its name without folders."""
+    """Return the name of the model's argument for a column or a file: its name without folders."""
     return name.rpartition("/")[2]

@@ -50,10 +50,10 @@ class DatasetDataConfig(IndexedDataConfig):
     ``__getitem__``), a Hugging Face dataset, an iterable dataset, or a ``DataLoader``. Of a loader, only the dataset
     and ``collate_fn`` are used. ``kwargs``: keyword arguments of the factory. ``collate``: a function that converts a
     list of examples to a batch; auto is the loader's ``collate_fn`` or torch's ``default_collate``. ``inputs``,
-    ``targets``: for examples that are mappings, the keys of the model's inputs and of the loss's targets; auto uses the
-    first of labels, label, targets, target and y as targets and all other keys as inputs. A model of transformers,
-    which computes its own loss, also gets the labels as an input. For examples that are tuples, the last value is the
-    targets.
+    ``targets``: for examples that are mappings, the keys of the model's inputs and of the loss's targets. With auto,
+    the targets are the first of labels, label, targets, target and y that exists, and the inputs are all other keys. A
+    model of transformers, which computes its own loss, also gets the labels as an input. For examples that are tuples,
+    the last value is the targets.
     """
 
     name: str = "dataset"
@@ -95,7 +95,7 @@ class DatasetDataConfig(IndexedDataConfig):
         return made, collate
 
     def _check_loader(self, loader: DataLoader[Any]) -> None:
-        """Refuse a loader that sets an order of rows, because the run decides the order."""
+        """Raise :class:`ConfigError` if a loader sets an order of rows, because the run decides the order."""
         if isinstance(loader.dataset, IterableDataset):
             return
         for name, usual in (

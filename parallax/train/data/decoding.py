@@ -43,7 +43,7 @@ _INTERPOLATIONS = ("bilinear", "bicubic", "lanczos", "box", "hamming", "nearest"
 # Of ImageNet's images. Of grey ones: the means of the three.
 _MEANS = {3: (0.485, 0.456, 0.406), 1: (0.449,)}
 _DEVIATIONS = {3: (0.229, 0.224, 0.225), 1: (0.226,)}
-_GAP = 2.0  # a JPEG is decoded at no less than so many times the resolution that is needed, as Pillow's thumbnails are
+_GAP = 2.0  # a JPEG is decoded at this many times the needed resolution or more, as Pillow's thumbnails are
 _ATTEMPTS = 10  # attempts to draw a box that fits in the image
 _ORIENTATION = 0x0112  # in Exif
 _JPEG = ("JPEG", "MPO")
@@ -55,19 +55,20 @@ _MODES = {3: "RGB", 1: "L"}
 class ImageDataConfig(IndexedDataConfig):
     """Settings of all kinds of data with images.
 
-    ``size``: height and width of a row in pixels. ``resize``: length of the short side, in pixels, before
-    ``crop=center`` crops the middle; auto is ``size``. ``crop``: center; or random, which crops a random box of each
-    training row and resizes it. The box's share of the area is drawn from ``scale``, its width / height from ``ratio``.
-    ``flip``: mirror a training row with probability 1/2. ``interpolation``: bilinear, bicubic, lanczos, box, hamming or
-    nearest. ``channels``: 3 converts all images to RGB, 1 to grey; transparency is dropped, and 16-bit values keep
-    their upper 8 bits. ``mean``, ``std``: values for the normalization of each channel, on a scale from 0 to 1; auto
-    uses ImageNet's. ``transform``: a function as ``package.module:function`` that replaces the steps above, such as a
-    composition of torchvision's transforms. It gets a Pillow image with ``channels`` channels, and returns a Pillow
-    image, which is normalized, or a tensor or array, which is used unchanged. The global generators of Python, numpy
-    and torch are seeded for each row. ``broken``: refuse ends the run at a file that is not an image; skip checks the
-    headers of all files once, at the first start, and skips broken files. In both cases a file that cannot be decoded
-    ends the run. ``max_pixels``: the maximum pixels of a stored image. ``max_file``: the maximum bytes of an encoded
-    image. ``in_memory``: read all encoded images into memory at the start; workers share this memory.
+    ``size``: height and width of a row in pixels. ``resize``: the length in pixels to which the short side is resized
+    before ``crop=center`` crops the middle; auto is ``size``. ``crop``: center; or random, which crops a random box of
+    each training image and resizes it. The box's share of the area is drawn from ``scale``, and its width / height from
+    ``ratio``. ``flip``: mirror a training row with probability 1/2. ``interpolation``: bilinear, bicubic, lanczos, box,
+    hamming or nearest. ``channels``: 3 converts all images to RGB, 1 to grey; transparency is dropped, and 16-bit
+    values keep their upper 8 bits. ``mean``, ``std``: values for the normalization of each channel, on a scale from 0
+    to 1; auto uses ImageNet's. ``transform``: a function as ``package.module:function`` that replaces the resizing,
+    cropping and flipping, such as a composition of torchvision's transforms. It gets a Pillow image with ``channels``
+    channels. If it returns a Pillow image, this is normalized; a tensor or array is used unchanged. The global
+    generators of Python, numpy and torch are seeded for each row. ``broken``: refuse ends the run at a file that is not
+    an image; skip checks the headers of all files once, at the first start, and skips broken files. In both cases a
+    file that cannot be decoded ends the run. ``max_pixels``: the maximum pixels of a stored image. ``max_file``: the
+    maximum bytes of an encoded image. ``in_memory``: read all encoded images into memory at the start; workers share
+    this memory.
     """
 
     size: int = 224
@@ -148,7 +149,7 @@ class ImageDataConfig(IndexedDataConfig):
 
 
 class ImageDecoder:
-    """Converts encoded images to rows with the settings ``config``. ``augment``: whether to crop and flip at random."""
+    """Decodes images to rows, with the settings ``config``. ``augment``: whether to crop and flip at random."""
 
     def __init__(self, config: ImageDataConfig, *, augment: bool = True) -> None:
         try:
@@ -194,7 +195,8 @@ class ImageDecoder:
         return torch.from_numpy(found)
 
     def _normalize(self, pixels: Pixels, row: NDArray[np.float32]) -> None:
-        """Write normalized ``pixels`` to ``row``, channels first. One row at a time stays in the CPU cache."""
+        """Write the normalized ``pixels`` to ``row``, channels first. Rows are normalized one by one, so that each
+        stays in the CPU cache."""
         row[...] = pixels.transpose(2, 0, 1)
         row *= self._scale
         row += self._shift
@@ -339,8 +341,8 @@ class ImageDecoder:
         return (x, y, x + across, y + down), mirrored
 
     def _center(self, width: int, height: int) -> Box:
-        """Return the box of the center crop, in pixels of the original image: the same region as torchvision's Resize
-        and CenterCrop."""
+        """Return the box of the center crop, in pixels of the original image. The region equals that of torchvision's
+        Resize and CenterCrop."""
         side, short = self._config.size, self._config.short_side
         least = min(width, height)
         sizes = [short if each == least else int(short * each / least) for each in (width, height)]

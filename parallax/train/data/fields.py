@@ -87,7 +87,7 @@ class ValueField:
 
 @dataclass(frozen=True)
 class Choice:
-    """Alternative names of one field; a sample has one of them. ``kind``: image, array, number or json."""
+    """The alternative names of one field; each sample has one of them. ``kind``: image, array, number or json."""
 
     names: tuple[str, ...]
     kind: str
@@ -122,7 +122,7 @@ class Choice:
         return cls((name,), kinds[last])
 
     def field(self, decoder: ImageDecoder | None) -> SampleField:
-        """Return the decoder of the field. ``decoder``: for images."""
+        """Return the decoder of the field. ``decoder`` decodes images."""
         if self.kind == "image":
             assert decoder is not None
             return ImageField(decoder)
@@ -142,7 +142,8 @@ def number(data: bytes) -> NDArray[Any]:
 
 
 def of_json(data: bytes, key: str) -> NDArray[Any]:
-    """Return the number or list of numbers at ``key`` of a JSON object: int64 if all are whole, otherwise float32."""
+    """Return the number or the list of numbers at ``key`` of a JSON object, as int64 if all are integers, otherwise as
+    float32."""
     tree = plain_json(data.decode("utf-8"))
     if not isinstance(tree, dict) or key not in tree:
         raise ValueError(f"it is no JSON object with the key {key}")

@@ -81,7 +81,7 @@ class ImagesDataConfig(ImageDataConfig):
         return ImageTable(store, sound, index, decoder)
 
     def unlabelled(self, model: ModelConfig, *, quiet: bool = True) -> Table:  # noqa: ARG002
-        """Return all images of a folder and its subfolders, or the one of a file."""
+        """Return images without labels: all in a folder and its subfolders, or the one in a file."""
         path = data_path("data.path", self.path)
         root = path if path.is_dir() else path.parent
         # The advice of an error is the caller's.
@@ -121,7 +121,8 @@ class ImagesDataConfig(ImageDataConfig):
 
 
 def _check_sets(root: Path, label: str) -> None:
-    """Refuse a folder whose subfolders are sets of rows, such as train and val, because they would become classes."""
+    """Raise :class:`DataError` if subfolders are data sets, such as train and val, because they would become
+    classes."""
     names = {each.name.lower(): each.name for each in os.scandir(root) if each.is_dir()}
     if _TRAINING not in names or not (found := [each for each in _HELD_OUT if each in names]):
         return
@@ -138,7 +139,7 @@ def _check_sets(root: Path, label: str) -> None:
 
 
 class Files:
-    """The image files of an index, relative to ``root``."""
+    """The image files in an index. Their names are relative to ``root``."""
 
     def __init__(self, root: Path, index: Index) -> None:
         self._root, self._index = os.fsencode(root), index
@@ -234,7 +235,7 @@ class _FoundImages:
 
 
 def index_folder(root: Path, label: str, *, quiet: bool) -> Index:
-    """Return the images below each class's folder, in sorted order."""
+    """Return an index of the images below the folder of each class, in sorted order."""
     begun = time.time_ns()
     folders, times = NameList(), array("q")
     with progress("finding images", None, quiet=quiet) as advance:
@@ -268,8 +269,8 @@ def index_folder(root: Path, label: str, *, quiet: bool) -> Index:
 
 
 def _unchanged(root: Path, index: Index) -> bool:
-    """Return whether all folders of the index are unchanged. Adding or removing a file changes the modification time of
-    its folder."""
+    """Return whether no folder of the index has changed: adding or removing a file changes the modification time of its
+    folder."""
     names = Names(index.arrays["folders"], index.arrays["folders_ends"])
     place = os.fsencode(root)
     with contextlib.suppress(OSError):
@@ -284,8 +285,8 @@ _Image = tuple[str, os.stat_result]
 
 
 def _walk(root: Path, first: str, label: str) -> Iterator[tuple[str, os.stat_result, list[_Image]]]:
-    """Yield each folder from ``first`` down, and its images, with names relative to ``root``. Symbolic links inside of
-    ``root`` are followed."""
+    """Yield the folder ``first`` and each folder below it, with its images. Names are relative to ``root``. Symbolic
+    links within ``root`` are followed."""
     waiting: list[tuple[str, tuple[tuple[int, int], ...]]] = [(first, ())]
     while waiting:
         folder, above = waiting.pop()
@@ -338,7 +339,7 @@ def _check_link(root: Path, name: str, label: str) -> None:
 
 
 def index_table(root: Path, table: Path, *, quiet: bool) -> Index:
-    """Return an index of the files and labels of a CSV file, in its order."""
+    """Return an index of the files and labels in a CSV file, in the order of the CSV file."""
     where = printable(str(table))
     with progress("finding images", None, quiet=quiet) as advance:
         found, texts = _FoundImages(advance), list[str]()
@@ -359,7 +360,7 @@ def index_table(root: Path, table: Path, *, quiet: bool) -> Index:
 
 
 class ImageTable:
-    """The ``rows`` of an index: float32 images and int64 labels. ``classes``: the class names, empty if labels are
+    """Float32 images with int64 labels: the ``rows`` of an index. ``classes``: the class names; empty if labels are
     numbers."""
 
     whole = False
@@ -403,8 +404,8 @@ class ImageTable:
         return found
 
     def number_as(self, classes: Sequence[str], key: str) -> None:
-        """Renumber the labels to match ``classes``, the classes of the training rows. ``key`` names this set in error
-        messages."""
+        """Renumber the labels of a held-out set to those of ``classes``, the classes of the training rows. Error
+        messages name the set ``key``."""
         if bool(classes) != bool(self.classes):
             raise DataError(
                 f"{key}: its labels are {'names' if self.classes else 'numbers'}, and those of the training rows are "

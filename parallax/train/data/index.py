@@ -1,6 +1,7 @@
-"""Indexes of data files: names, sizes and offsets, which are read once and cached.
+"""Indexes of data files (names, sizes, offsets), which are built once and cached.
 
-An index is a few arrays in one file. All ranks and workers of a host map this file, so 10⁷ rows use memory only once.
+An index is a few arrays in one file. All ranks and workers of a host map this file, so even 10⁷ rows use memory only
+once.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Index:
 
 
 class Names:
-    """An array of names, stored as one array of bytes and one array of ends."""
+    """An array of names: the bytes of all names in one array, and the end of each name in another."""
 
     def __init__(self, letters: NDArray[np.uint8], ends: NDArray[np.int64]) -> None:
         self._letters, self._ends = letters, ends
@@ -59,7 +60,7 @@ class Names:
 
 
 class NameList:
-    """Collects names, and returns them as the arrays of :class:`Names`."""
+    """Collects names, for storage as :class:`Names`."""
 
     def __init__(self) -> None:
         self._letters, self._ends = bytearray(), array("q")
@@ -84,10 +85,10 @@ def cached(
     make: Callable[[], Index],
     current: Callable[[Index], bool] = lambda index: True,
 ) -> Index:
-    """Return the index of ``kind`` and ``key`` from the cache if it is ``current``; otherwise call ``make`` and cache
-    the result.
+    """Return the index of ``kind`` and ``key`` from the cache if ``current`` accepts it; otherwise the result of
+    ``make``, which is then cached.
 
-    One process builds the index; other processes of the same user on this host wait. An index with the note
+    One process builds the index, and other processes of the same user on this host wait. An index with the note
     ``transient`` is not cached.
     """
     name = hashlib.sha256(json.dumps([key]).encode()).hexdigest()[:32]

@@ -1,9 +1,8 @@
-"""A source of training and held-out rows from tables. It adds order, epochs, workers and resuming to every kind of
-data.
+"""Training and held-out rows from tables, with order, epochs, workers and resuming for every kind of data.
 
 The rows of a step depend only on the data, the seed, the epoch and the position in the epoch. The number of ranks,
-stages, replicas, micro-batches and workers decides which process reads a row, never which rows are read. A checkpoint
-saves only the position.
+stages, replicas, micro-batches and workers decides which process reads a row, never which rows are read. So a
+checkpoint saves only the position.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ _MOST_AUTO_WORKERS = 4
 class IndexedDataConfig(DataConfig):
     """Settings of all kinds of data with numbered rows.
 
-    ``validation``: the share of rows that is held out: auto is a twentieth, at most 1000 rows; 0 is none. Or separate
-    validation sets, each with the settings that differ from the training rows': ``data.validation.NAME.KEY=VALUE``.
-    ``shuffle``: visit the rows in a new order in each epoch. ``last_batch``: what to do with an incomplete batch at the
-    end of an epoch: continue fills it with rows of the next epoch, keep uses a smaller batch, drop skips its rows,
-    repeat fills it with the first rows of the same epoch. ``workers``: processes of each rank that prefetch rows; 0
-    reads in the rank itself; auto is 0 if reading a row takes less than 50 µs, otherwise the rank's share of the cores,
-    at most 4. ``prefetch``: the maximum bytes that a rank prefetches.
+    ``validation``: the share of rows that is held out; auto is a twentieth, at most 1000 rows; 0 is none. Or separate
+    validation sets, each given by the settings in which it differs from the training rows:
+    ``data.validation.NAME.KEY=VALUE``. ``shuffle``: visit the rows in a new order in each epoch. ``last_batch``: what
+    to do with an incomplete batch at the end of an epoch: continue fills it with rows of the next epoch, keep uses a
+    smaller batch, drop skips its rows, repeat fills it with the first rows of the same epoch. ``workers``: processes of
+    each rank that prefetch rows; 0 reads in the rank itself; auto is 0 if reading a row takes less than 50 µs,
+    otherwise the rank's share of the cores, at most 4. ``prefetch``: the maximum bytes that a rank prefetches.
     """
 
     reading: ClassVar[frozenset[str]] = frozenset({"workers", "prefetch"})
@@ -89,9 +88,9 @@ class IndexedDataConfig(DataConfig):
         raise NotImplementedError(f"{type(self).__name__} has no table")
 
     def unlabelled(self, model: ModelConfig, *, quiet: bool = True) -> Table:
-        """Return rows of which only the inputs are read, without random augmentation. A kind whose files may have no
-        targets overrides it. The table may have two methods more: ``row_names(rows)`` returns the file of each row, and
-        ``lengths(rows)`` its length without padding up to ``padded_length``."""
+        """Return a table of rows without targets and without random augmentation. A kind of data overrides it if its
+        files may have no targets. The table may have two more methods: ``row_names(rows)`` returns the file of each
+        row, and ``lengths(rows)`` returns the length of each row without the padding up to ``padded_length``."""
         return self.for_evaluation(self.table(model, quiet=quiet))
 
     def for_evaluation(self, table: Any) -> Table:
@@ -100,7 +99,7 @@ class IndexedDataConfig(DataConfig):
         return found
 
     def tables(self, model: ModelConfig, *, quiet: bool = True) -> tuple[Table, dict[str, Table]]:
-        """Return the training rows, and the held-out rows by name of the set."""
+        """Return the training rows, and name → rows of each held-out set."""
         whole = self.table(model, quiet=quiet)
         if not len(whole):
             raise DataError(f"{self.label}: it has no rows")
@@ -172,7 +171,7 @@ class IndexedDataConfig(DataConfig):
 
 
 class HeldOutRows:
-    """One set of held-out rows, never shuffled."""
+    """A set of held-out rows, which are never shuffled."""
 
     def __init__(self, loader: Loader, rows: int) -> None:
         self._loader, self._order = loader, RowOrder(rows, 0, shuffle=False, last="keep")
@@ -193,7 +192,8 @@ class HeldOutRows:
 
 
 class HeldOutSets:
-    """The held-out rows of a source. ``validation_sets``: name → set; the first one is the main set."""
+    """The held-out rows of a source. ``validation_sets``: name → set. The first is the main set, whose loss is the
+    validation loss."""
 
     validation_sets: Mapping[str, HeldOutRows]
 
@@ -210,8 +210,8 @@ class HeldOutSets:
 
 
 class IndexedSource(HeldOutSets):
-    """Training rows in the order of ``order``, and sets of held-out rows. A resumed source yields exactly the rows that
-    follow."""
+    """Training rows in the order of ``order``, and sets of held-out rows. After a resume, the source continues with
+    exactly the rows that come next."""
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ class IndexedSource(HeldOutSets):
         workers: Workers | None = None,
         limit: int = 2**28,
     ) -> dict[str, HeldOutRows]:
-        """Return the held-out rows of ``tables``, by name of the set."""
+        """Return name → held-out rows, for ``tables`` by the same names."""
         return {
             name: HeldOutRows(Loader(name, table, seed, workers, limit), len(table))
             for name, table in tables.items()
@@ -290,15 +290,15 @@ class IndexedSource(HeldOutSets):
         return self._order.steps(epochs, rows)
 
     def go_to(self, step: int, rows: int) -> None:
-        """Move to the position after ``step`` batches of ``rows`` rows."""
+        """Move to the position after ``step`` batches of ``rows`` rows each."""
         self._place = self._order.place(step, rows)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds spent in each part of reading, summed over all processes of this rank."""
+        """Return part of reading → seconds spent in it, summed over all processes of this rank."""
         return dict(self._training.seconds)
 
     def why_slow(self) -> str:
-        """Return a message that says how long each part of reading takes, and how to make it faster."""
+        """Return a message that tells how long each part of reading takes, and how to make it faster."""
         seconds = self._training.seconds
         whole = sum(seconds.values()) or 1.0
         slowest = sorted(seconds.items(), key=lambda each: -each[1])
@@ -323,10 +323,10 @@ class IndexedSource(HeldOutSets):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``. The order uses the seed in ``state``, even if this run has another seed.
+        """Continue from ``state``, in the order of the seed in ``state``, even if this run has another seed.
 
-        Raises :class:`CheckpointError` if the rows differ from the saved run's, because the position would then select
-        other rows.
+        Raises :class:`CheckpointError` if the rows differ from the saved run's: the position would then select other
+        rows.
         """
         if state.get("fingerprint") != self.fingerprint:
             raise CheckpointError(

@@ -40,7 +40,7 @@ def labelled_files(table: Path) -> Iterator[tuple[int, str, str]]:
 
 
 def _lines(file: TextIO, where: str) -> Iterator[str]:
-    """Yield the lines of ``file``, which must not be so long that they fill the memory."""
+    """Yield the lines of ``file``. Raises :class:`DataError` for a line so long that it might fill the memory."""
     number = 0
     while line := file.readline(_LONGEST_LINE):
         number += 1

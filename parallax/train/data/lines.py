@@ -1,4 +1,4 @@
-"""The lines of text files as rows, each read from its place in its file."""
+"""The lines of text files as rows, each read from the file when it is needed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _PIECE_BYTES = 2**20
 
 
 class LineTable:
-    """Int64 ids of shape (rows, ``sequence``): the bytes or, with a ``tokenizer``, the tokens of one line each, with
-    padding at the end. Memory holds 8 bytes for each line. Names are relative to ``root``."""
+    """Rows of one line each: int64 ids of shape (rows, ``sequence``), which are the bytes or, with a ``tokenizer``, the
+    tokens of the line, with padding at the end. The table uses 8 bytes of memory for each line. Names are relative to
+    ``root``."""
 
     whole = False
 
@@ -45,7 +46,7 @@ class LineTable:
         return int(self._ends[-1])
 
     def row_names(self, rows: Numbers) -> list[str] | None:
-        """Return the file of each row and its line, counted from 1; None for one file."""
+        """Return the file of each row, with its line number from 1; None if there is only one file."""
         if len(self._files) == 1:
             return None
         return [self._place(int(row)) for row in rows]
@@ -81,7 +82,7 @@ class LineTable:
             return opened.read(end - start).rstrip(b"\r\n")
 
     def _span(self, row: int) -> tuple[int, int, int]:
-        """Return the file of a row, and where its line starts and ends there."""
+        """Return the file of a row, and the start and the end of its line in this file."""
         file = int(np.searchsorted(self._ends, row, side="right"))
         line = row - (int(self._ends[file - 1]) if file else 0)
         return file, int(self._starts[file][line]), int(self._starts[file][line + 1])
@@ -95,7 +96,8 @@ class LineTable:
 
 
 def _line_starts(path: Path, digest: int) -> tuple[Numbers, int]:
-    """Return where each line of a file starts, then its size; and ``digest``, updated with its content."""
+    """Return the start of each line in a file, followed by the size of the file; and ``digest``, updated with the
+    file's content."""
     found, size, last = [np.zeros(1, np.int64)], 0, b"\n"
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):

@@ -1,8 +1,8 @@
 """Prefetch the rows of the next steps in workers while the current step trains.
 
-The executor requests the rows of each micro-batch, and a plan requests the same spans of every batch. So the requests
-of one step predict those of the next step. No knowledge of stages or replicas is needed: a rank of the first stage
-requests inputs, a rank of the last stage requests targets, and each rank only its own rows.
+The executor requests the rows of each micro-batch, and these requests are the same in every step. So the requests of
+one step predict those of the next. No knowledge of stages or replicas is needed: a rank of the first stage requests
+inputs, a rank of the last stage requests targets, and each rank requests only its own rows.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Span = tuple[int, int]
 
 
 class Loader:
-    """Reads batches of one table on request, and prefetches them if there are ``workers``.
+    """Reads batches of one table on request and, if there are ``workers``, prefetches them.
 
-    Prefetched rows use at most ``limit`` bytes, or the bytes of one request if these are more. ``seconds``: seconds of
-    each part of reading, summed over all processes.
+    Prefetched rows use at most ``limit`` bytes, or the bytes of one request if these are more. ``seconds``: part of
+    reading → seconds, summed over all processes.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Loader:
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def batch(self, taken: Taken, coming: Callable[[], Iterator[Taken]]) -> LoadedRows:
-        """Return the rows ``taken`` as a batch. ``coming()`` yields the row numbers of the batches that follow."""
+        """Return the rows ``taken`` as a batch. ``coming()`` yields the rows of the following batches."""
         self._read.clear()
         follows = len(self._batches) > 1 and _same(self._batches[1], taken)
         changed = self._learn()
@@ -72,7 +72,7 @@ class Loader:
         return LoadedRows(self, taken)
 
     def get(self, batch: LoadedRows, taken: Taken, span: Span, part: str) -> Any:
-        """Return ``part`` of the rows ``span`` of ``batch``: inputs or targets."""
+        """Return the inputs or targets (``part``) of the rows ``span`` of ``batch``."""
         if batch.loader_turn != self.turn:  # an earlier batch: nothing of it was kept
             return self._read_now(taken, span, frozenset({part}))[part]
         self._calls[span, part] += 1
@@ -101,7 +101,7 @@ class Loader:
         return changed
 
     def _take(self, taken: Taken, span: Span, part: str) -> Values:
-        """Return the prefetched rows, or read them now."""
+        """Return the rows: prefetched ones if there are, or else read now."""
         for place, (turn, known, number) in enumerate(self._ahead):
             if (turn, known) == (0, span) and part in self._parts[span]:
                 del self._ahead[place]
@@ -131,7 +131,7 @@ class Loader:
         return values
 
     def _submit(self) -> None:
-        """Request the rows that come next, up to the limit."""
+        """Request the rows that are needed next from the workers, up to the limit."""
         if self._workers is None or not self._pattern:
             return
         most = max(1, min(_MOST_REQUESTS, self._limit // max(1, self._request_bytes)))
@@ -175,7 +175,7 @@ class LoadedRows:
 
     @property
     def row_numbers(self) -> int:
-        """A digest of which rows these are."""
+        """A digest of the numbers of the rows."""
         return self._taken.digest()
 
     def inputs(self, start: int, stop: int) -> Any:
@@ -185,7 +185,7 @@ class LoadedRows:
         return self._get(start, stop, TARGETS)
 
     def part(self, start: int, stop: int, part: str) -> Any:
-        """Return another ``part`` that the table reads with its rows."""
+        """Return any other ``part`` that the table reads with its rows."""
         return self._get(start, stop, part)
 
     def _get(self, start: int, stop: int, part: str) -> Any:

@@ -1,9 +1,9 @@
-"""The order of rows: a function of the seed, the epoch and the position in the epoch returns the rows of a step.
+"""The order of rows: a function from the seed, the epoch and the position in the epoch to the rows of a step.
 
-A shuffled epoch reads row ``permutation(position)``. The pseudorandom permutation is computed, not stored: a Feistel
-network over the bits of a number is a permutation for any round function. If its result is not a row number, the
-network is applied again until it is ("cycle walking": Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
-So 10⁹ rows need no memory, and any rank can compute the rows of any step.
+A shuffled epoch reads row ``permutation(position)``. The pseudorandom permutation is computed, not stored, so 10⁹ rows
+need no memory, and any rank can compute the rows of any step. It is a Feistel network over the bits of a number, which
+is a permutation for any round function. If the result is not a row number, the network is applied again until it is
+("cycle walking": Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SHIFTS = np.uint64(32), np.uint64(29)
 
 def mixed(*parts: Any) -> Seeds:
     """Return a hash of ``parts``, which are integers or arrays of integers, elementwise. A change of any part changes
-    about half of the 64 bits (the finalizer of SplitMix64, Steele et al. 2014, for each part)."""
+    about half of the 64 bits. It applies the finalizer of SplitMix64 (Steele et al. 2014) once for each part."""
     found = np.zeros(1, dtype=np.uint64)
     for part in parts:
         found = found ^ np.atleast_1d(np.asarray(part)).astype(np.uint64)
@@ -75,7 +75,7 @@ def _permutation(size: int, seed: int, epoch: int) -> Permutation:
 
 @functools.lru_cache(maxsize=64)
 def _block(size: int, seed: int, epoch: int, block: int) -> Numbers:
-    """Return the rows of a block of places: many at once cost little more than one."""
+    """Return the rows at a block of positions. Computing many at once costs little more than computing one."""
     places = np.arange(block * _BLOCK, min(size, (block + 1) * _BLOCK), dtype=np.int64)
     return _permutation(size, seed, epoch)(places)
 
@@ -124,7 +124,7 @@ class RowOrder:
         self._size, self._seed, self._shuffle, self._last = size, seed, shuffle, last
 
     def take(self, place: Place, rows: int) -> tuple[Taken, Place]:
-        """Return the batch of ``rows`` rows that starts at ``place``, and the position after it."""
+        """Return the rows of the batch of ``rows`` rows that starts at ``place``, and the position after it."""
         check_positive("rows", rows)
         epoch, start = place.epoch, place.taken
         left = self._size - start

@@ -1,8 +1,9 @@
 """Rows of Parquet files and of Arrow files (IPC, Feather).
 
-A row's address is a file, a row group (Parquet) or record batch (Arrow), and an index in this group. Opening reads only
-the files' metadata. A row group can only be decoded as a whole, so decoded columns are kept in an LRU cache. Shuffled
-reading is fast only if all groups fit in the cache. Uncompressed arrays of Arrow files are mapped and use no memory.
+The address of a row is a file, a row group (Parquet) or record batch (Arrow), and an index in the group. Opening a file
+reads only its metadata. A row group can only be decoded as a whole, so decoded columns are kept in an LRU cache.
+Shuffled reading is fast only if all groups fit into the cache. Uncompressed arrays of Arrow files are mapped and use no
+memory.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ class ParquetDataConfig(IndexedDataConfig):
 
     ``path``: a file; a folder, whose .parquet, .pq, .arrow, .feather and .ipc files are read in the order of their
     names; or a pattern such as ``rows/train-*.parquet``. ``inputs``, ``targets``: the columns for the model and for the
-    loss. A list of names is passed to the model as keyword arguments; auto uses the first of labels, label, targets,
-    target and y as targets and all other columns as inputs. ``stack``: combine the input columns into one float32
-    tensor of shape (rows, columns). ``cache``: the maximum bytes of decoded row groups in each process.
+    loss. A list of names is passed to the model as keyword arguments. With auto, the targets are the first of labels,
+    label, targets, target and y that exists, and the inputs are all other columns. ``stack``: combine the input columns
+    into one float32 tensor of shape (rows, columns). ``cache``: the maximum bytes of decoded row groups in each
+    process.
     """
 
     name: str = "parquet"
@@ -124,7 +126,8 @@ class ParquetTable:
         return int(self._ends[-1])
 
     def read(self, rows: Numbers, seeds: Seeds, parts: frozenset[str]) -> Values:  # noqa: ARG002
-        """Return the rows with the dtype of the columns. The engine converts float64 values and integer targets."""
+        """Return the rows with the dtype of the columns. The engine later converts float64 values and integer
+        targets."""
         groups = np.searchsorted(self._ends, rows, side="right")
         places = rows - self._starts[groups]
         wanted = [(int(group), groups == group) for group in np.unique(groups)]
@@ -181,8 +184,8 @@ class ParquetTable:
         return next(number for number, (index, _) in enumerate(self._groups) if index == file)
 
     def _check_metadata(self, names: tuple[str, ...]) -> int:
-        """Validate the columns before training, and return the bytes of all decoded columns as far as the metadata give
-        them. Only row groups with nulls or with lists of unequal length, according to the metadata, are read."""
+        """Validate the columns before training, and return the bytes of all decoded columns, as far as the metadata
+        tell. A row group is read only if it may have nulls or lists of unequal length, according to the metadata."""
         lengths: dict[str, float] = {}
         size = 0.0
         for group, (index, number) in enumerate(self._groups):
@@ -215,7 +218,7 @@ def _advice(label: str, size: int, limit: int) -> str:
 
 
 class _Cache:
-    """An LRU cache of arrays: at most ``limit`` bytes, but at least one array."""
+    """An LRU cache of arrays with at most ``limit`` bytes, or with a single larger array."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._bytes = limit, 0
@@ -249,15 +252,15 @@ class _File(Protocol):
         """Return the values of a column in a row group as an Arrow array."""
 
     def values_per_row(self, group: int, name: str) -> float:
-        """Return the number of values per row of a column in a row group, from the metadata. NaN if some values are
-        null, 0 if the metadata do not give it."""
+        """Return the number of values per row of a column in a row group, from the metadata. NaN means that some values
+        are null, and 0 that the metadata do not tell."""
 
     def maps(self, values: Array) -> bool:
-        """Return whether ``values`` are in the mapped file."""
+        """Return whether ``values`` are a view of the mapped file."""
 
 
 class _Files:
-    """Open files of this process. A forked worker opens its own."""
+    """The open files of this process. A forked worker opens its own."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._paths, self._process = paths, os.getpid()
@@ -409,8 +412,8 @@ def _paths(text: str) -> Iterator[Path]:
 
 
 def _digest(path: Path, digest: int) -> int:
-    """Update ``digest`` with the size of a file, its end (which has the metadata), and bytes from its middle; return
-    it."""
+    """Return ``digest``, updated with the size of a file, its end (which has the metadata), and bytes from its
+    middle."""
     size = path.stat().st_size
     with path.open("rb") as file:
         for start, count in ((max(0, size - _END_BYTES), _END_BYTES), (size // 2, _MIDDLE_BYTES)):
@@ -423,7 +426,7 @@ def _digest(path: Path, digest: int) -> int:
 
 
 class _RowError(Exception):
-    """A row whose values do not form an array. ``row``: its index in the row group."""
+    """The values of a row do not form an array. ``row``: the index of the row in its row group."""
 
     def __init__(self, row: int, text: str) -> None:
         super().__init__(text)
@@ -462,7 +465,7 @@ def _plain(kind: Any) -> Any:
 
 
 def _width(kind: Any) -> int:
-    """Return the bits per value of type ``kind``; a large number for lists and text."""
+    """Return the bits per value of type ``kind``; a large number for lists and text, which have no fixed width."""
     try:
         return int(kind.bit_width)
     except ValueError:
@@ -470,8 +473,8 @@ def _width(kind: Any) -> int:
 
 
 def _decoded(found: Any) -> Array:
-    """Return a column as an array (rows, …). Raises :class:`_RowError` for a null, and for lists that differ in
-    length."""
+    """Return a column as an array of shape (rows, …). Raises :class:`_RowError` for a null, and for lists that differ
+    in length."""
     arrow = _pyarrow()
     values = found.combine_chunks() if isinstance(found, arrow.ChunkedArray) else found
     shape = [len(values)]
@@ -498,7 +501,8 @@ def _decoded(found: Any) -> Array:
 
 
 def _numbers(values: Any) -> Array:
-    """Return the memory of a numeric Arrow array as a numpy array. Arrow's own conversion would import pandas."""
+    """Return a numpy array that shares the memory of the numeric Arrow array ``values``. Arrow's own conversion would
+    import pandas."""
     kind, first, count = values.type, values.offset, len(values)
     data = values.buffers()[1] or b""
     if _pyarrow().types.is_boolean(kind):

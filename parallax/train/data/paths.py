@@ -1,4 +1,4 @@
-"""Check the paths that settings and data files name: only files inside of the data's own folder may be opened."""
+"""Check the paths in settings and data files: only files inside of the data's own folder may be opened."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def data_path(key: str, text: str) -> Path:
 
 
 def inside(root: Path, name: str, where: str) -> Path:
-    """Return the path of the regular file ``name`` in the folder ``root``. ``where``: the file and line that name it,
-    for error messages.
+    """Return the path of the regular file ``name`` in the folder ``root``. ``where``: the file and line that contain
+    the name, for error messages.
 
     Raises :class:`DataError` for an absolute path, a path outside of the folder (also through a symbolic link), and
-    anything but a regular file.
+    anything that is not a regular file.
     """
     path = root / name
     try:

@@ -1,4 +1,4 @@
-"""Rows of tar files in WebDataset's format: members of a sample are adjacent and share a name."""
+"""Rows of tar files in WebDataset's format, in which the members of a sample are adjacent and share a name."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class ShardsDataConfig(ImageDataConfig):
     """Samples in tar files of WebDataset's format.
 
     ``path``: a folder of tar files, a glob, a name with a range (``'data.path="train-{000..099}.tar"'``), or a URL that
-    fsspec reads. Adjacent members with the same name up to the first dot form a sample; the rest of the name is the
-    field. ``inputs``: alternative fields of the inputs, of which each sample has one: image suffixes, ``npy`` or
-    ``json:KEY``. ``targets``: the field of the targets: ``cls`` (an integer as text), ``json:KEY`` or ``npy``.
+    fsspec reads. Adjacent members with the same name up to the first dot form a sample, and the rest of a name is the
+    field. ``inputs``: the field of the inputs: image suffixes, ``npy`` or ``json:KEY``; each sample must have one of
+    the fields listed. ``targets``: the field of the targets: ``cls`` (an integer as text), ``json:KEY`` or ``npy``.
     """
 
     name: str = "shards"
@@ -91,8 +91,8 @@ class ShardsDataConfig(ImageDataConfig):
         return ShardTable(store, found, fields, members.fingerprint(rows))
 
     def _complete(self, members: Members, chosen: dict[str, Numbers]) -> Numbers:
-        """Return the samples that have all fields. An incomplete sample is skipped with ``broken=skip``, and otherwise
-        raises :class:`DataError`."""
+        """Return the samples that have all ``chosen`` fields. An incomplete sample is skipped with ``broken=skip``, and
+        otherwise raises :class:`DataError`."""
         missing = {part: np.flatnonzero(each < 0) for part, each in chosen.items()}
         for part, samples in missing.items():
             if len(samples) and self.broken != SKIP:
@@ -125,7 +125,7 @@ def index_archives(archives: Archives, label: str, *, quiet: bool) -> Index:
 
 
 class _Samples:
-    """Collects the members of archives into samples."""
+    """Collects the members of archives, grouped into samples."""
 
     def __init__(self) -> None:
         self.starts, self._names = array("q"), NameList()
@@ -219,7 +219,8 @@ class Members:
         ]
 
     def chosen(self, names: Sequence[str]) -> Numbers:
-        """Return for each sample the member that has the first available field of ``names``; -1 if it has none."""
+        """Return for each sample the member with the first of the fields ``names`` that the sample has; -1 if it has
+        none."""
         starts = self._index.arrays["starts"]
         found = np.full(len(starts), -1)
         for name in reversed(names):
@@ -260,7 +261,7 @@ class Members:
 
 
 class ShardTable:
-    """Rows of samples. ``items``: the members that hold the inputs and the targets of each row."""
+    """Rows of samples. ``items``: the members that hold the inputs and targets of each row."""
 
     whole = False
 

@@ -1,4 +1,5 @@
-"""The interface of data sources to the training loop, and the interface of the ``data=`` options to a run."""
+"""The interface of data sources, from which a training loop reads rows, and of the options of ``data=``, which open a
+data source."""
 
 from __future__ import annotations
 
@@ -21,20 +22,23 @@ Shapes = Callable[[int], tuple[tuple[Tensor, ...], Tensor]]
 
 
 class Source(Protocol):
-    """The data source of a training loop."""
+    """A data source, from which a training loop reads batches."""
 
     def batch(self, rows: int) -> Rows:
-        """Return the next global batch. A source without further rows raises StopIteration; the run then saves a
-        checkpoint and ends."""
+        """Return the next global batch. Raise StopIteration after the last row; the run then saves a checkpoint and
+        ends."""
 
     def validation(self, index: int, rows: int) -> Rows:
         """Return held-out batch ``index``: rows [index · rows, (index + 1) · rows), equal on each call. The last batch
-        may be smaller. After the last batch, return no rows or raise StopIteration or IndexError. A source whose
-        held-out rows repeat has an attribute ``validation_rows``, their number. A source with several held-out sets has
-        a mapping ``validation_sets``: name → an object with this method and ``validation_rows``."""
+        may be smaller. After the last batch, return no rows or raise StopIteration or IndexError.
+
+        A source with a known number of held-out rows has that number as the attribute ``validation_rows``. A source
+        with several held-out sets has a mapping ``validation_sets``: name → an object with this method and
+        ``validation_rows``.
+        """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the next batch for a checkpoint: nested lists and dictionaries of numbers, text,
+        """Return the position of the next batch for a checkpoint, as nested lists and dictionaries of numbers, text,
         tensors and arrays, at most 64 MiB as text."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -50,7 +54,7 @@ class DataConfig(Registered):
 
     package: ClassVar[str] = "parallax.train.data"
     reading: ClassVar[frozenset[str]] = frozenset()
-    """The settings that say how rows are read, and never which. A resumed run may change them."""
+    """The settings that affect only how rows are read, not which. A resumed run may change them."""
 
     @property
     def label(self) -> str:
@@ -59,14 +63,14 @@ class DataConfig(Registered):
 
     @property
     def identifies_rows(self) -> bool:
-        """Whether the source has a ``fingerprint`` of its rows, so that a run may resume with the same rows at another
+        """Whether the source has a ``fingerprint`` of its rows. A run may then resume with the same rows at another
         path."""
         return False
 
     @property
     def pads_rows(self) -> bool:
-        """Whether rows are token ids with padding after their end, of which models other than those of transformers
-        get no mask."""
+        """Whether rows are token ids with padding at the end. Only models of transformers get a mask for the
+        padding."""
         return False
 
     @abc.abstractmethod
@@ -82,8 +86,8 @@ class DataConfig(Registered):
         return 1
 
     def check_size(self, source: Source, model: ModelConfig, rows: int) -> None:
-        """Raise :class:`~parallax.errors.DataError` if ``source`` has too few rows for a global batch of ``rows``
-        rows."""
+        """Raise :class:`~parallax.errors.DataError` if ``source`` has fewer than ``rows`` rows, those of a global
+        batch."""
 
 
 def seed_generators(seed: int) -> None:

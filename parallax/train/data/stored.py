@@ -1,4 +1,4 @@
-"""Encoded items, such as files or members of archives: read from storage on each access, or held in memory."""
+"""Encoded items, such as image files or members of archives: read from storage on each access, or held in memory."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class EncodedStore(Protocol):
 
 
 class InMemory:
-    """Copies of the ``items`` of ``store`` in memory. Workers that are forked later share this memory.
+    """Copies of the ``items`` of ``store`` in memory, which workers that are forked later share.
 
-    Each rank of a host holds its own copy. Raises :class:`DataError` if all copies together exceed the host's free
+    Each rank of a host has its own copy. Raises :class:`DataError` if all copies together exceed the host's free
     memory.
     """
 

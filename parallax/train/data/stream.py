@@ -1,10 +1,10 @@
-"""Rows of an iterable dataset. A resumed run restores the position with the dataset's state, or by reading from the
-start of the epoch.
+"""Rows of an iterable dataset. A resumed run restores the position from the dataset's own state, or by reading the
+epoch from its start.
 
-The saved state of an iterable dataset may be incomplete: Hugging Face's state lacks the rows of a shuffle buffer. So a
-checkpoint holds the state before the last batch, and a digest of that batch. A resumed run reads the batch again. If
-its digest differs, or the dataset has no state, the run reads the epoch from its start instead. This is exact for any
-dataset that yields the same rows in each pass.
+The saved state of an iterable dataset may be incomplete: for example, Hugging Face's state lacks the rows of a shuffle
+buffer. So a checkpoint holds the state before the last batch, and a digest of that batch. A resumed run reads the batch
+again. If its digest differs, or if the dataset has no state, the run reads the epoch from its start instead. This is
+exact for any dataset that yields the same rows in each pass.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _END = object()
 
 
 class StreamRows:
-    """Examples in memory. Only the requested parts of a batch are collated."""
+    """A batch of examples in memory. Only the requested rows are collated."""
 
     def __init__(
         self, examples: list[Any], collate: Callable[[list[Any]], Values], first: int
@@ -65,8 +65,8 @@ class StreamRows:
 
 
 class StreamSource(HeldOutSets):
-    """The rows of ``dataset`` in its own order; it starts again when it ends. Each rank iterates over all rows, and
-    collates only its own."""
+    """The rows of ``dataset``, in the order in which it yields them; after its end it is iterated again. Each rank
+    iterates over all rows, but collates only its own."""
 
     def __init__(
         self,
@@ -96,19 +96,19 @@ class StreamSource(HeldOutSets):
         return self._last
 
     def sample(self, rows: int) -> Rows:
-        """Return the first ``rows`` rows without advancing."""
+        """Return the first ``rows`` rows without advancing, for measuring and planning."""
         assert self._last is None, "rows have been taken"
         found = StreamRows(self._read(rows), self._collate, 0)
         self._go_to({"epoch": 0, "taken": 0, "dataset": self._start})
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position before the last batch, and the number of rows and the digest of that batch."""
+        """Return the position before the last batch, and the number of rows and a digest of that batch."""
         rows = 0 if self._last is None else len(self._last)
         return {**self._before, "rows": rows, "digest": self._digest(self._last)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``. Raises :class:`CheckpointError` if the dataset does not repeat its rows."""
+        """Continue from ``state``. Raises :class:`CheckpointError` if the dataset yields other rows than before."""
         rows, digest = int(state["rows"]), int(state["digest"])
         if not rows:
             self._go_to(state)

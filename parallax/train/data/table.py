@@ -1,8 +1,8 @@
-"""Tables: random access to rows by number. A kind of data implements only this.
+"""Tables: random access to rows by number. Most kinds of data implement only this.
 
-A table reads any of its rows in any order. :mod:`parallax.train.data.indexed` adds the order of rows, epochs, workers,
-resuming and held-out rows. Random numbers of a row, such as for augmentation, come from a seed that the caller passes
-with the row number. So a row is equal on all ranks and workers.
+A table reads any rows in any order. :mod:`parallax.train.data.indexed` adds the order of rows, epochs, workers,
+resuming and held-out rows. The caller passes a seed with each row number, from which the table draws all random numbers
+for this row, such as for augmentation. So a row is equal on all ranks and workers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Table(Protocol):
 
 
 class Chosen:
-    """The rows ``first`` to ``first`` + ``count`` - 1 of ``table``, in the order that ``order`` gives."""
+    """``count`` rows of ``table``: row i is row ``order(first + i)`` of the table."""
 
     def __init__(self, table: Table, order: Any, first: int, count: int) -> None:
         self._table, self._order, self._first, self._count = table, order, first, count
@@ -69,8 +69,9 @@ class Chosen:
 
 @contextlib.contextmanager
 def own_generators() -> Iterator[None]:
-    """A context that restores the global generators of Python, numpy and torch's CPU at its end, so that reading rows
-    does not change the model's random numbers. In a worker, which runs no model, it restores nothing."""
+    """A context in which a user's code may draw random numbers: at its end the global generators of Python, numpy and
+    torch's CPU are restored, so that the model's random numbers do not change. In a worker, which runs no model,
+    nothing is restored."""
     if _Process.reads_only:
         yield
         return
@@ -89,7 +90,7 @@ def own_generators() -> Iterator[None]:
 
 
 class _Process:
-    """State of this process. ``reads_only``: it is a worker, which runs no model. ``generator``: numpy's global
+    """State of this process. ``reads_only``: whether it is a worker, which runs no model. ``generator``: numpy's global
     generator while rows are read."""
 
     reads_only = False
@@ -140,7 +141,7 @@ def timed(part: str) -> Iterator[None]:
 
 
 def taken_seconds() -> dict[str, float]:
-    """Return the seconds of each part of reading in this process since the last call."""
+    """Return part of reading → seconds spent in it by this process since the last call."""
     found = dict(_SECONDS)
     _SECONDS.clear()
     return found

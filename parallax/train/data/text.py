@@ -59,11 +59,11 @@ NOT_TEXT_OF_STDLIB = frozenset(
 class TextDataConfig(IndexedDataConfig):
     """Bytes or tokens of text files.
 
-    ``path``: a folder or a file; auto is the source code of Python's standard library. ``pattern``: which file names of
-    a folder to read, such as ``*.txt``. ``max_bytes``: the maximum bytes of text to read. ``tokenizer``: a
+    ``path``: a folder or a file; auto is the source code of Python's standard library. ``pattern``: the names of the
+    files to read in a folder, such as ``*.txt``. ``max_bytes``: the maximum bytes of text to read. ``tokenizer``: a
     ``tokenizer.json``, or a folder written by ``save_pretrained`` of transformers; empty for bytes. ``documents``:
-    packed joins all files to one stream, with the tokenizer's end-of-text token after each file, and divides it into
-    rows; single starts a new row for each file, and lines for each line, with padding at the end.
+    packed joins all files to one stream, with the tokenizer's end-of-text token after each file, and divides the stream
+    into rows; single starts a new row for each file; lines makes each line a row. Short rows are padded.
 
     A ``validation`` share holds out the end of a packed stream; auto is a twentieth, at most 128 Ki bytes or tokens.
     With single and lines, random rows are held out.
@@ -115,7 +115,7 @@ class TextDataConfig(IndexedDataConfig):
         )
 
     def unlabelled(self, model: ModelConfig, *, quiet: bool = True) -> Table:  # noqa: ARG002
-        """Return the lines of the files, each a row with padding at its end, whatever ``documents`` is."""
+        """Return a row for each line of the files, with padding at its end, whatever ``documents`` is."""
         files = [file.path for file in find_text(self, sys.maxsize)]
         if not files:
             raise DataError(
@@ -131,7 +131,7 @@ class TextDataConfig(IndexedDataConfig):
         return LineTable(root, files, model.sequence, tokenizer)
 
     def stream(self, model: ModelConfig, *, quiet: bool = True) -> tuple[Ids, str, int]:
-        """Return the stream of all bytes or tokens, its digest, and the size of the vocabulary."""
+        """Return all bytes or tokens as one stream, its digest, and the size of the vocabulary."""
         if self.tokenizer:
             found = open_tokens(self, model, quiet=quiet)
             return found.tokens, found.digest, found.notes["vocabulary"]
@@ -194,7 +194,7 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """A file of the corpus, with the properties that tell whether a cached corpus is still valid."""
+    """A file of the corpus. Its size and modification time tell whether a cached corpus is still valid."""
 
     path: Path
     size: int
@@ -202,10 +202,9 @@ class TextFile:
 
 
 def open_corpus(config: TextDataConfig, *, quiet: bool = True) -> Corpus:
-    """Return the corpus of ``config``, mapped from its cache file. Without a valid cache file, the text is collected
-    first.
+    """Return the corpus of ``config``, mapped from its cache file, which is written first if there is no valid one.
 
-    The cache file is the digest (64 hex digits) followed by the text. Ranks that collect at the same time write equal
+    The cache file has a digest (64 hex digits) followed by the text. Ranks that write it at the same time write equal
     bytes to separate temporary files, and rename them to the same name.
     """
     files, size, known = _chosen(config)
@@ -227,8 +226,8 @@ def open_corpus(config: TextDataConfig, *, quiet: bool = True) -> Corpus:
 
 
 def open_tokens(config: TextDataConfig, model: ModelConfig, *, quiet: bool = True) -> TokenFile:
-    """Return the tokens of the files of ``config``, mapped from their cache file. Without a valid cache file, the text
-    is tokenized first. Raises :class:`ConfigError` if the vocabulary of ``model`` is too small."""
+    """Return the tokens of the files of ``config``, mapped from their cache file, which is written first if there is no
+    valid one. Raises :class:`ConfigError` if the vocabulary of ``model`` is too small."""
     files, size, known = _chosen(config)
     lines, named = config.documents == "lines", f"data.tokenizer={printable(config.tokenizer)}"
 
@@ -247,7 +246,7 @@ def open_tokens(config: TextDataConfig, model: ModelConfig, *, quiet: bool = Tru
 
 
 def _parts(files: list[TextFile], size: int) -> Iterator[tuple[Path, int, bool]]:
-    """Yield (file, bytes to read, whether this is the whole file) for the first ``size`` bytes of all files."""
+    """Yield (file, bytes to read, whether this is the whole file) for files with ``size`` bytes in total."""
     for file in files:
         taken = min(file.size, size)
         size -= taken
@@ -255,7 +254,8 @@ def _parts(files: list[TextFile], size: int) -> Iterator[tuple[Path, int, bool]]
 
 
 def _chosen(config: TextDataConfig) -> tuple[list[TextFile], int, list[Any]]:
-    """Return the files, the bytes to read from all of them, and the properties that identify a valid cache file."""
+    """Return the files to read, the bytes to read in total, and the properties by which a cache file is recognized as
+    valid."""
     limit = parse_bytes(config.max_bytes, "data.max_bytes")
     files = list(find_text(config, limit))
     size = min(limit, sum(file.size for file in files))
@@ -275,7 +275,8 @@ def _chosen(config: TextDataConfig) -> tuple[list[TextFile], int, list[Any]]:
 
 
 def find_text(config: TextDataConfig, limit: int) -> Iterator[TextFile]:
-    """Yield the text files in ``path``, in the same order on every machine, until they have ``limit`` bytes in all."""
+    """Yield the text files in ``path``, in the same order on every machine, until they have ``limit`` bytes in
+    total."""
     auto = config.path == "auto"
     root = Path(sysconfig.get_paths()["stdlib"] if auto else config.path).expanduser().absolute()
     if not root.exists():
@@ -301,8 +302,8 @@ def find_text(config: TextDataConfig, limit: int) -> Iterator[TextFile]:
 
 
 def _walk(root: Path, skipped: frozenset[str]) -> Iterator[Path]:
-    """Yield files in sorted order. Raises for a folder that cannot be listed, because its rows would be missing
-    silently."""
+    """Yield the files below ``root`` in sorted order. Raises :class:`DataError` for a folder that cannot be listed,
+    since its rows would silently be missing."""
 
     def stop(error: OSError) -> None:
         raise DataError(

@@ -1,6 +1,6 @@
-"""A file of token ids, which one process writes and all processes map, and the rows in it.
+"""A file of token ids, which one process writes and all processes map, and rows of its tokens.
 
-The ids of tokens that are not targets of the loss, such as a question in a chat, are stored with ``NO_TARGET`` added.
+Tokens that are not targets of the loss, such as a question in a chat, are stored as their id plus ``NO_TARGET``.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _COUNTED_ROWS = 256
 
 
 def check_vocabulary(model: ModelConfig, needed: int, label: str) -> None:
-    """Raise :class:`ConfigError` if the vocabulary of ``model`` has fewer than ``needed`` tokens. ``label``: the data's
-    name."""
+    """Raise :class:`ConfigError` if the vocabulary of ``model`` has fewer than ``needed`` tokens. Error messages call
+    the data ``label``."""
     if not model.vocabulary:
         raise ConfigError(
             f"model={model.name}: this model takes no text, and {label} has nothing else; use data=dataset "
@@ -54,7 +54,7 @@ def check_vocabulary(model: ModelConfig, needed: int, label: str) -> None:
 
 
 def vocabulary_key(model: ModelConfig) -> str:
-    """Return the setting of the number of tokens that ``model`` knows."""
+    """Return the setting that sets the size of the vocabulary of ``model``."""
     return "model.kwargs.vocabulary" if model.name == "custom" else "model.vocabulary"
 
 
@@ -63,8 +63,9 @@ def vocabulary_key(model: ModelConfig) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TokenFile:
-    """Documents of tokens. ``ends``: the index after the last token of each document. ``firsts``: the index, in its
-    document, of the first target. ``digest``: of the content. ``notes``: numbers about the tokenizer."""
+    """Tokenized documents. ``ends``: the index after the last token of each document. ``firsts``: the index of the
+    first target in each document, counted from the document's start. ``digest``: a digest of the content. ``notes``:
+    numbers about the tokenizer."""
 
     tokens: Ids
     ends: Numbers
@@ -94,7 +95,7 @@ class TokenWriter:
         self.count += len(data) // self._dtype.itemsize
 
     def end_document(self, first: int = 1) -> None:
-        """End the current document. ``first``: the index of its first target."""
+        """End the current document. ``first``: the index of the first target in it."""
         self._ends.append(self.count)
         self._firsts.append(first)
 
@@ -116,9 +117,10 @@ class TokenWriter:
 
 
 def open_token_file(kind: str, known: Any, write: Callable[[TokenWriter], None]) -> TokenFile:
-    """Return the cached token file whose key is the JSON data ``known``. If there is none, ``write`` creates it.
+    """Return the token file of ``kind`` in the cache whose key is ``known``, as JSON data. If there is none, ``write``
+    creates it.
 
-    One process of a host writes, and the others wait. The file gets its name only when it is complete.
+    One process of a host writes it, and the others wait. The file gets its name only when it is complete.
     """
     key = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]
     path = cache_directory() / f"{kind}-{key}.tokens"
@@ -185,12 +187,11 @@ class RowsOfTokens(Protocol):
         """Return the number of rows."""
 
     def gather(self, rows: Numbers) -> NDArray[np.int64]:
-        """Return the stored ids of ``rows``, and ``PADDING`` after the end of a document."""
+        """Return the ids of ``rows`` as they are stored, with ``PADDING`` after the end of a document."""
 
 
 class PackedRows:
-    """Rows that divide one stream: row i has the tokens from i · ``length`` on. An incomplete row at the end is
-    dropped."""
+    """Rows of one stream, divided every ``length`` tokens. An incomplete row at the end is dropped."""
 
     def __init__(self, tokens: Ids, length: int) -> None:
         rows = len(tokens) // length
@@ -207,8 +208,8 @@ class PackedRows:
 
 
 class DocumentRows:
-    """Rows that each have tokens of one document, at most ``length``: row i has the tokens ``starts[i]`` to
-    ``stops[i]``."""
+    """Rows that never span two documents. Row i has the tokens from ``starts[i]`` to ``stops[i]``, at most
+    ``length``."""
 
     def __init__(self, tokens: Ids, starts: Numbers, stops: Numbers, length: int) -> None:
         self._tokens, self._starts, self._stops = tokens, starts, stops
@@ -228,8 +229,8 @@ class DocumentRows:
 
 
 def continued(tokens: Ids, ends: Numbers, length: int) -> DocumentRows:
-    """Return rows that each have tokens of one document. A long document continues in the next rows. A last single
-    token is dropped, because it has no target."""
+    """Return rows that never span two documents. A long document continues in the next rows. If a single token is left,
+    it is dropped, because it has no target."""
     begins = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])
     counts = np.maximum((ends - begins + length - 2) // length, 0)
     documents = np.repeat(np.arange(len(ends)), counts)
@@ -239,8 +240,9 @@ def continued(tokens: Ids, ends: Numbers, length: int) -> DocumentRows:
 
 
 class TokenTable:
-    """Rows of tokens: int64 inputs of shape (rows, sequence), and targets, which are the next tokens, or -100 where the
-    loss has no target. With ``labelled``, the inputs are a mapping with labels, as models of transformers expect.
+    """Rows of tokens: int64 inputs of shape (rows, sequence) and the next tokens as targets, or -100 for tokens that
+    are not targets of the loss. With ``labelled``, the inputs are a mapping with labels, as models of transformers
+    expect.
 
     ``padding``: the id after the end of a document. ``vocabulary``: the size of the vocabulary.
     """
@@ -300,7 +302,7 @@ def entropy(shares: NDArray[np.float64]) -> float:
 
 
 def outside(found: NDArray[np.int64], vocabulary: int) -> tuple[int, int] | None:
-    """Return the position of an id that exceeds the vocabulary; None if there is none."""
+    """Return the position (row, column) of an id that exceeds the vocabulary; None if there is none."""
     wrong = ((found < 0) & (found != PADDING)) | (found >= vocabulary)
     if not wrong.any():
         return None

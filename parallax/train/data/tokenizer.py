@@ -1,12 +1,13 @@
 """Tokenizers from local files, and tokenized text files.
 
-The library tokenizers reads a ``tokenizer.json``, and transformers reads any other folder. Neither downloads anything
-or runs code from the folder. The only special token added is the end-of-text token after each document.
+The library ``tokenizers`` reads a ``tokenizer.json``, and ``transformers`` reads any other folder. Neither downloads
+anything or runs code from the folder. The only special token that is added is the end-of-text token after each
+document.
 
-A file longer than ``PIECE_BYTES`` is tokenized in pieces, and the result equals the tokens of the whole file. A piece
-ends at a line end before a character that is not a space, and only if the lines on both sides have the same tokens
-together as separately. A piece is tokenized together with the line before it, whose tokens are then removed, because
-some tokenizers mark the beginning of a text.
+A file longer than ``PIECE_BYTES`` is tokenized in pieces, with the same result as for the whole file. A piece ends at
+the end of a line, if the next line does not start with a space, and if both lines have the same tokens together as
+separately. Some tokenizers mark the beginning of a text, so each piece is tokenized together with the line before it,
+whose tokens are then removed.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ Encode = Callable[[list[str]], list[list[int]]]
 @dataclass(frozen=True, slots=True)
 class TextTokenizer:
     """A tokenizer. ``encode`` returns the ids of each text. ``vocabulary``: the number of ids. ``end``: the end-of-text
-    token, or None. ``digest``: of the tokenizer's files and the library's version."""
+    token, or None. ``digest``: a digest of the tokenizer's files and the library's version."""
 
     encode: Encode
     vocabulary: int
@@ -95,7 +96,8 @@ def read_backend(file: Path) -> Any:
 
 
 def plain(backend: Any) -> Any:
-    """Return a tokenizer of the library tokenizers without truncation, padding and additional special tokens."""
+    """Return ``backend``, a tokenizer of the library ``tokenizers``, without truncation, padding and additional special
+    tokens."""
     backend.no_truncation()
     backend.no_padding()
     backend.post_processor = None
@@ -103,7 +105,7 @@ def plain(backend: Any) -> Any:
 
 
 def encoder(backend: Any) -> Encode:
-    """Return the encoding function of a tokenizer of the library tokenizers."""
+    """Return the encoding function of ``backend``, a tokenizer of the library ``tokenizers``."""
 
     def encode(texts: list[str]) -> list[list[int]]:
         found = backend.encode_batch_fast(texts, add_special_tokens=False)
@@ -130,7 +132,7 @@ def load_pretrained(path: Path) -> Any:
 
 
 def needs_library(name: str, extra: str = "hf") -> ConfigError:
-    """Return the error for a missing library."""
+    """Return the error for a library that is not installed."""
     return ConfigError(
         f"these data need {name}; install it with pip install 'parallax-train[{extra}]'"
     )
@@ -181,7 +183,8 @@ def _of_folder(path: Path) -> TextTokenizer:
 
 
 def _end_of(settings: Path, text: str) -> str | None:
-    """Return the end-of-text token in ``tokenizer_config.json`` as text."""
+    """Return the end-of-text token that the file ``settings`` (``tokenizer_config.json``) names; None if it names
+    none."""
     try:
         found = read_json(settings, DOCUMENT_BYTES).get("eos_token")
     except (OSError, ValueError, AttributeError) as error:
@@ -200,8 +203,8 @@ def _line(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """A piece of a document. ``before``: the preceding lines, which are tokenized with it as context. ``skipped``: the
-    number of tokens of these lines, which are removed. ``ends``: this is the document's last piece."""
+    """A piece of a document. ``before``: the preceding lines, which are tokenized with the piece as context.
+    ``skipped``: the number of their tokens, which are removed. ``ends``: whether this is the document's last piece."""
 
     text: str
     before: str = ""
@@ -250,8 +253,8 @@ class _Reader:
             yield from self._of_lines(path, texts) if self._lines else self._of_file(path, texts)
 
     def _texts(self, path: Path, size: int, *, whole: bool) -> Iterator[str]:
-        """Yield the text of a file in blocks. If only a part of the file is read, an incomplete last character is
-        dropped."""
+        """Yield the text of a file in blocks. ``whole``: the file is read to its end; otherwise an incomplete last
+        character is dropped."""
         decoder, left = codecs.getincrementaldecoder("utf-8")("replace"), size
         with path.open("rb") as file:
             while left:
@@ -340,7 +343,7 @@ def parallel_encoding(
     encode: Callable[[list[str]], list[Encoded]],
 ) -> Iterator[Callable[[list[str]], list[Encoded]]]:
     """Yield a parallel version of ``encode`` that uses all cores of the process. Its threads end with the context. The
-    library's own threads would not, and it would warn about them in each process that is forked later."""
+    library's own threads would not end, and the library would warn about them in each process that is forked later."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -363,7 +366,7 @@ def parallel_encoding(
 
 
 def _shares(texts: list[str]) -> Iterator[list[str]]:
-    """Yield lists of texts, each with about as many characters as a piece."""
+    """Yield lists of texts with about as many characters each as a piece."""
     found, size = list[str](), 0
     for text in texts:
         found.append(text)

@@ -56,9 +56,9 @@ class TokensDataConfig(IndexedDataConfig):
 
     ``path``: a file, or a folder with token files. ``dtype``: the type of the numbers in a ``.bin`` file without a
     header: uint16 or uint32; auto is uint16. ``documents``: packed divides each file's stream of tokens into rows;
-    single starts a new row for each document, with padding at the end, and needs Megatron's files. ``mixture``: several
-    sources and their shares of the rows, such as ``data.mixture={web: 0.7, code: 0.3}``. Each name is a file or folder,
-    relative to ``path`` if that is set.
+    single starts a new row for each document, with padding at the end, and needs Megatron's files. ``mixture``: the
+    names of several sources and their shares of the rows, such as ``data.mixture={web: 0.7, code: 0.3}``. Each name is
+    a file or folder, relative to ``path`` if ``path`` is set.
     """
 
     name: str = "tokens"
@@ -83,7 +83,8 @@ class TokensDataConfig(IndexedDataConfig):
         return self.documents != "packed"
 
     def tables(self, model: ModelConfig, *, quiet: bool = True) -> tuple[Table, dict[str, Table]]:
-        """Return the training rows and the held-out rows by set. A mixture has a held-out set for each source."""
+        """Return the training rows, and name → rows of each held-out set. A mixture has a held-out set for each
+        source."""
         if not self.mixture or isinstance(self.validation, Mapping):
             return super().tables(model, quiet=quiet)
         parts, sets = list[Table](), dict[str, Table]()
@@ -161,7 +162,7 @@ class TokensDataConfig(IndexedDataConfig):
 
 
 class JoinedRows:
-    """The rows of several files, one file after another. ``model`` limits the ids to its vocabulary."""
+    """The rows of several files, one file after another. All ids must be in the vocabulary of ``model``."""
 
     def __init__(
         self,
@@ -197,9 +198,9 @@ class JoinedRows:
 class MixedTable:
     """A mixture of the rows of ``parts``, with the shares ``weights``.
 
-    An epoch is the shortest one that has each row of each part at least once: the part with the most rows per weight is
-    read once, and the others start again in a new order. Parts are interleaved evenly: after any number of rows, the
-    number of rows of each part differs from its share by at most the number of parts.
+    An epoch is just long enough to contain each row of each part: the part with the most rows per weight is read once,
+    and each other part starts again in a new order when it ends. Parts are interleaved evenly: after any number of
+    rows, the number of rows from each part differs from its share by at most the number of parts.
     """
 
     whole = False
@@ -239,8 +240,9 @@ class MixedTable:
     def _drawn(self, rows: Numbers) -> Iterator[tuple[int, Numbers, Numbers]]:
         """Yield (part, positions in ``rows``, row numbers in the part) for each part that has some of ``rows``.
 
-        If the first part has ``count`` of ``left`` rows, row r is its k-th row if round(r · count / left) increases
-        from k to k + 1 after r. The remaining rows are renumbered and divided among the other parts in the same way.
+        The first part has ``count`` of ``left`` rows in total, and round(r · count / left) of the first r rows, for
+        every r. This determines its rows. The remaining rows are renumbered, and divided among the other parts in the
+        same way.
         """
         places, left = np.arange(len(rows)), self._rows
         numbers = rows.astype(np.int64 if self._rows < _EXACT_ROWS else object)
@@ -286,7 +288,8 @@ class TokensOnDisk:
 
 
 def open_tokens_on_disk(path: Path, dtype: str) -> TokensOnDisk:
-    """Return a mapped token file. ``dtype``: the type of the numbers of a ``.bin`` file without ``.idx``."""
+    """Return the token file ``path``, mapped. ``dtype``: the type of the numbers in a ``.bin`` file without
+    ``.idx``."""
     index = path.with_suffix(".idx")
     try:
         if path.suffix == ".npy":

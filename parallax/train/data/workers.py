@@ -1,10 +1,9 @@
 """Worker processes that read rows while the rank trains.
 
-A worker is forked before the model is built, so that it shares the tables but none of the model's memory. Results are
-returned in anonymous shared memory, which counts neither against the rank's memory budget nor against the size of
-``/dev/shm``. A worker ends when its rank ends, even if the rank is killed. The result depends only on the request, not
-on the worker, so a new worker can take over the requests of a worker that died. Rank and worker exchange pickled
-objects, but only with each other.
+A worker is forked before the model is built, so it shares the tables but none of the model's memory. It returns results
+in anonymous shared memory, which counts neither against the rank's memory budget nor against the size of ``/dev/shm``.
+It ends when its rank ends, even if the rank is killed. A result depends only on the request, so a new worker can take
+over the requests of a worker that died. Rank and worker exchange pickled objects, but only with each other.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _MOST_DEATHS = 2  # workers that one request may end
 
 @dataclass(frozen=True, slots=True)
 class RowRequest:
-    """A request to read rows of the table ``table``."""
+    """A request to read rows of a table, which is given by name."""
 
     table: str
     taken: Taken
@@ -98,7 +97,7 @@ class Workers:
         return number
 
     def result(self, number: int) -> tuple[Values, dict[str, float]]:
-        """Wait for a request; return its rows and the seconds of each part of reading. Raises the error that reading
+        """Wait for request ``number``; return its rows, and part of reading → seconds. Raises the error that reading
         raised."""
         while number not in self._results:
             self._receive(None)
@@ -234,7 +233,7 @@ def _serve(
     end: socket.socket,
     others: Sequence[socket.socket],
 ) -> None:
-    """The worker's main loop: read the requested rows until the rank ends or closes its socket."""
+    """Run a worker: read the requested rows until the rank ends or closes its socket."""
     die_with(parent)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the whole group; the rank ends its workers
@@ -262,7 +261,7 @@ def _serve(
 
 
 def _received(end: socket.socket) -> bytes | None:
-    """Return the next request; None after the last."""
+    """Return the next request; None after the last one."""
 
     def exactly(size: int) -> bytes:
         found = b""
@@ -287,7 +286,7 @@ def _pickled(error: Exception) -> bytes:
 
 
 def _packed(values: Values) -> tuple[Any, list[tuple[int, Any]], int]:
-    """Return ``values`` with a placeholder for each tensor and array, the bytes and offset of each, and the total
+    """Return ``values`` with a placeholder for each tensor and array, a list of their offsets and bytes, and the total
     bytes."""
     buffers: list[tuple[int, Any]] = []
     size = 0
@@ -338,8 +337,8 @@ def _answer(
 
 
 def _unpacked(values: Any, memory: mmap.mmap, first: int) -> Values:
-    """Replace the placeholders in ``values`` by tensors and arrays in ``memory``, which is freed after the last of
-    them."""
+    """Return ``values`` with the placeholders replaced by tensors and arrays in ``memory``, which is freed when the
+    last of them is freed."""
 
     def restore(part: Any) -> Any:
         if not isinstance(part, _Leaf):

@@ -1,17 +1,18 @@
 """Detect a series of bytes that keeps growing: a leak, in contrast to noise and to a cache that fills up.
 
-A value is added after each step. A series grows if each of three consecutive windows grows, and the last not much
-slower than the first. The slope of a window is the Theil–Sen estimate, the median over all pairs of points (Sen 1968),
-which is robust to jumps and outliers; it must exceed the scatter about the line::
+A value is added after each step. A series grows if each of three consecutive windows of steps grows, and the last
+window not much more slowly than the first. The slope of a window is the Theil–Sen estimate, the median over all pairs
+of points (Sen 1968), which is robust to jumps and outliers; it must exceed the scatter about the line::
 
     bytes ▲        ╱ grows                  ╭──────── a cache: the last window is flat
           │     ╱╱                       ╭──╯
           │  ╱╱                        ╭─╯
           └──┴──┴──┴─▶ steps           └──┴──┴──┴─▶
 
-Growth that would soon fill the memory is reported at the second check. Other growth is observed for as many further
-steps as it has lasted, and reported then. If it has slowed down meanwhile, the observation is extended by the same
-rule. Slower leaks show in a second series of minima over 4, 8, 16, ... steps, which get longer with the run.
+Growth that would soon fill the memory is reported at the second check. Other growth is reported only if it continues
+for as many steps again as it has already lasted. If it slows down during this time, it is observed for another such
+period. For slow leaks there is a second series, of the minima over 4, 8, 16, ... steps; the intervals get longer with
+the run.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def rise(points: Sequence[tuple[int, float]]) -> float:
 
 
 class GrowthDetector:
-    """Detects steady growth of one memory measurement, added after each step."""
+    """Detects steady growth of a quantity of bytes that is measured after each step."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[int, float]] = deque(maxlen=3 * WINDOW)
@@ -82,8 +83,8 @@ class GrowthDetector:
         return self._begun > 0
 
     def add(self, step: int, count: float, free_bytes: Callable[[], float]) -> float:
-        """Add the measurement ``count`` after ``step``; return the growth in bytes per step if it is certain, else 0.
-        ``free_bytes`` returns the free memory."""
+        """Add ``count``, the bytes after ``step``; return the growth in bytes per step if it is certain, else 0.
+        ``free_bytes()`` returns the free memory."""
         self._recent.append((step, count))
         slowly = self._add_slowly(step, count)
         if len(self._recent) < 3 * WINDOW or step % WINDOW:

@@ -1,9 +1,10 @@
 """Raise an alarm for memory that keeps growing: the rate, the time left, and the probable cause.
 
-The resident bytes of the process are read before and after rows are fetched and after the step. If they keep growing
-(:mod:`parallax.train.health.growth`), the growth is compared with the bytes that each tier counts: parameters with
-gradients, optimizer states, offloaded activations. The rest is attributed to the part of the step in which it appears:
-the data source, the model and its loss, or the time between steps. Tensors whose number grows are named by their shape.
+The resident bytes of the process are read before and after rows are fetched, and after the step. If they keep growing
+(:mod:`parallax.train.health.growth`), the growth is compared with the known bytes of tensors: parameters with
+gradients, optimizer states, offloaded activations. The rest of the growth is attributed to the part of the step in
+which it appears: the data source, the model and its loss, or the time between steps. If tensors of one shape take more
+and more memory, the message names the shape.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ Shape = tuple[tuple[int, ...], str]
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Memory that keeps growing: ``what`` grows, the bytes per step, the steps until memory is full, and the probable
-    cause."""
+    """Memory that keeps growing: ``what`` grows, the growth in bytes per step, the steps until memory is full, and the
+    probable cause."""
 
     what: str
     bytes_per_step: float
@@ -51,8 +52,8 @@ class Growth:
 
 
 class MemoryAlarm:
-    """Watches the memory of one rank, and reports growth once. ``tiers()`` returns bytes by tier; ``ranks``: the ranks
-    on this host, which share its free memory."""
+    """Watches the memory of one rank, and reports growth once. ``tiers()`` returns name → bytes of this rank's tensors.
+    ``ranks``: the number of ranks on this host, which share its free memory."""
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class MemoryAlarm:
         self._last = now
 
     def find_growth(self) -> Growth | None:
-        """Return the growth of memory, called after each step; not None only once, when growth is certain."""
+        """Return the growth of memory once, as soon as it is certain; otherwise None. Call it after each step."""
         self._steps += 1
         if self._reported or self._steps <= WARM_UP:
             return None
@@ -119,7 +120,7 @@ class MemoryAlarm:
 
 @dataclass(frozen=True, slots=True)
 class _Account:
-    """One account of the memory: bytes by tier, growth by part of the step, and bytes of tensors by shape."""
+    """The memory at one time: known bytes by kind, growth by part of the step, and bytes of tensors by shape."""
 
     tiers: Mapping[str, int]
     parts: Mapping[str, int]
@@ -127,7 +128,7 @@ class _Account:
 
 
 def probable_cause(before: _Account, now: _Account) -> str:
-    """Return the probable cause of the growth between two accounts."""
+    """Return the probable cause of the growth from one account of the memory to a later one."""
     came = {part: now.parts[part] - before.parts[part] for part in now.parts}
     risen = max(1, sum(came.values()))
     for tier, count in now.tiers.items():

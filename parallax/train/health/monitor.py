@@ -1,4 +1,5 @@
-"""The health monitor of a run: waits for rows, slow ranks and growing memory, exchanged with each step's statistics."""
+"""The health monitor of a run: waits for rows, slow ranks and growing memory. Ranks exchange their figures together
+with the statistics of each step."""
 
 from __future__ import annotations
 
@@ -20,11 +21,12 @@ _STARVED_STEPS = 5  # starved steps in a row after which the reason is printed
 
 
 class HealthMonitor:
-    """One rank's health monitor. In each step call :meth:`fetch` and :meth:`stepped`, then send :meth:`columns` to all
-    ranks, and call :meth:`agree` with the columns of all ranks. ``fetch_seconds``: of :meth:`fetch`."""
+    """Monitors the health of one rank. In each step call :meth:`fetch` and :meth:`stepped`, send :meth:`columns` to all
+    ranks, and call :meth:`agree` with the columns of all ranks. ``fetch_seconds``: the duration of the last
+    :meth:`fetch`."""
 
     def __init__(self, engine: Engine, why_slow: Callable[[], str] = lambda: "") -> None:
-        """``why_slow()`` returns the reason why this rank's rows take long."""
+        """``why_slow()`` returns why reading this rank's rows takes long."""
         self._mesh = engine.mesh
         self._detector = StragglerDetector(engine.plan)
         self._alarm = MemoryAlarm(
@@ -39,7 +41,7 @@ class HealthMonitor:
         self._growths: list[str] = []
 
     def fetch(self, get: Callable[[], Rows]) -> Rows:
-        """Return the rows of the next step from ``get``, timed."""
+        """Return the rows of the next step from ``get()``, and measure its duration."""
         self._alarm.mark(BETWEEN)
         begun = time.perf_counter()
         batch = get()
@@ -55,8 +57,8 @@ class HealthMonitor:
         self._growth = self._alarm.find_growth()
 
     def columns(self) -> dict[str, float]:
-        """Return this rank's figures for the other ranks: seconds of waiting for rows, of the step, and of computing,
-        and whether its memory grows."""
+        """Return this rank's figures for the other ranks: the seconds spent waiting for rows, in the whole step, and
+        computing; and whether its memory grows."""
         return {
             "input_seconds": self._input_seconds,
             "whole_seconds": self._seconds + self.fetch_seconds,
@@ -65,8 +67,8 @@ class HealthMonitor:
         }
 
     def agree(self, columns: Mapping[str, Sequence[float]], *, saving: bool = False) -> list[str]:
-        """Return the messages to print after "step n", given the columns of all ranks. All ranks call it. ``saving``: a
-        checkpoint was written during the step, which slows the writing ranks down."""
+        """Return messages to print after "step n". ``columns``: the figures of all ranks. All ranks call it.
+        ``saving``: whether a checkpoint was written during the step, which slows the writing ranks down."""
         waited, busy = columns["input_seconds"], columns["busy_seconds"]
         # Of all ranks, so that all decide alike whether to gather why.
         step = max(columns["whole_seconds"])
@@ -90,7 +92,8 @@ class HealthMonitor:
         return {"input_seconds": self._input_seconds, "input_share": self.input_share}
 
     def slow(self) -> str:
-        """Return why another plan may be faster: the slow ranks; empty if there are none."""
+        """Return a text that names the slow ranks, because of which another plan may be faster; empty if there are
+        none."""
         return "; ".join(map(str, self.stragglers))
 
     def summary(self) -> dict[str, Any]:
@@ -101,8 +104,7 @@ class HealthMonitor:
         }
 
     def _gather_starvation(self, waited: Sequence[float]) -> list[str]:
-        """Return, once, which rank waits longest for rows, and why, after several steps in a row that waited for
-        rows."""
+        """After several steps in a row that waited for rows, return once which rank waits longest, and why."""
         starved = self.input_share > _STARVED and max(waited) > _STARVED_SECONDS
         self._starved = self._starved + 1 if starved else min(0, self._starved)
         if self._starved < _STARVED_STEPS:

@@ -2,22 +2,22 @@
 
 In a pipeline all ranks wait for the slowest one, so all steps get longer and the step time alone names no rank. The
 seconds that each rank computes, without waits, identify it. Replicas of one stage run the same blocks and are compared
-with each other. If only one replica of a stage has rows, the rank's seconds are divided by the seconds that the plan
-predicts for its rows, and compared with the same ratio of the other ranks::
+with each other. If a stage has no other replica with rows, the measured seconds of its rank are divided by the
+predicted seconds, and this ratio is compared with the ratios of the other ranks::
 
     measured / predicted seconds      rank 0   1.1  1.0  1.1  1.0  1.1
                                       rank 1   5.2  4.9  5.1  5.3  5.0   ──▶ rank 1 takes 4.7 times as long as predicted
                                       rank 2   0.9  1.0  1.0  0.9  1.0
 
-A verdict needs evidence:
+A rank counts as slow only if other explanations fail:
 
-- A replica without rows has nothing to compare.
-- The seconds of a micro-batch may grow with its rows, or be the same for any number of rows; the larger expectation
-  counts.
-- A stage with next to no predicted work is no reference.
-- The dispatch of an action takes time that no plan predicts.
-- A rank that takes no longer than predicted is not slow, however fast the others are.
-- One slow step says nothing, and a slow rank must delay the step.
+- A replica without rows is not compared.
+- The seconds of a micro-batch may grow with its rows, or be the same for any number of rows. Both expectations are
+  computed, and the larger one counts.
+- A stage with next to no predicted work is not compared with others.
+- Dispatching an action takes time that no plan predicts, so this time is allowed.
+- A rank that takes no longer than predicted is not slow, however fast the other ranks are.
+- A rank must be slow in most of the last steps, and must delay them.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _PREDICTED = ("forward", "backward", "recompute")
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A rank that is slow in most steps, by ``factor``. ``than``: the ranks or the prediction that it was compared
-    with. ``where``: its stage, replica and host."""
+    """A rank that is slow in most steps, by ``factor``. ``than``: what it was compared with, other ranks or the
+    prediction. ``where``: its stage, replica and host."""
 
     rank: int
     factor: float
@@ -65,10 +65,10 @@ class Straggler:
 class _RankWork:
     """The work of a rank in a step.
 
-    ``micro_batches``  the number of its micro-batches that have rows
+    ``micro_batches``  the number of micro-batches in which it has rows
     ``rows``           the number of its rows
     ``least``          predicted seconds, if the seconds of a micro-batch grow with its rows
-    ``most``           predicted seconds, if they are the same for any number of rows
+    ``most``           predicted seconds, if a micro-batch takes equally long for any number of rows
     ``dispatch``       seconds that dispatching its actions may take
     """
 
@@ -79,12 +79,13 @@ class _RankWork:
     dispatch: float
 
     def share_of(self, other: _RankWork) -> float:
-        """Return the largest ratio of this rank's seconds to another replica's that different rows may explain."""
+        """Return the largest ratio of this rank's seconds to those of ``other``, a replica of the same stage, that can
+        be due to their numbers of rows."""
         return max(self.micro_batches / other.micro_batches, self.rows / other.rows)
 
 
 class StragglerDetector:
-    """Finds slow ranks of ``plan`` from the seconds that each rank computed in a step."""
+    """Finds slow ranks of ``plan`` from the seconds that each rank computes in each step."""
 
     def __init__(self, plan: Plan) -> None:
         self._places = [plan.coordinate(rank) for rank in range(plan.world_size)]
@@ -118,8 +119,8 @@ class StragglerDetector:
         self._named: set[int] = set()
 
     def add(self, step_seconds: float, busy: Sequence[float]) -> list[tuple[int, float]]:
-        """Record a step; return the ranks newly found to be slow, and the factor of each. ``busy`` are the seconds that
-        each rank computed, 0 if unknown."""
+        """Record a step; return (rank, factor) of the ranks newly found to be slow. ``busy``: the seconds that each
+        rank computed, 0 if unknown."""
         self._steps += 1
         if self._steps <= WARM_UP or any(busy[rank] <= 0 for rank in self._comparable):
             return []
@@ -160,7 +161,7 @@ class StragglerDetector:
         return steps >= MOST and self._factor(rank) >= typical
 
     def _factor(self, rank: int) -> float:
-        """Return how many times longer than expected the rank computes: the median over the window."""
+        """Return how many times as long as expected the rank computes: the median over the window."""
         return statistics.median(
             [
                 busy[rank] / expected[rank] if expected[rank] > 0 else 1.0
@@ -195,7 +196,7 @@ def _weighted_median(found: Sequence[tuple[float, float]]) -> float:
 
 
 def _predicted_seconds(plan: Plan, pipeline_rank: int) -> float:
-    """Return the predicted seconds of the replica with the most rows in every micro-batch; 0 without a prediction."""
+    """Return the predicted seconds of a replica that has the most rows in every micro-batch; 0 without a prediction."""
     stages = plan.prediction.stages
     return (
         sum(stages[pipeline_rank].seconds.get(term, 0.0) for term in _PREDICTED) if stages else 0.0
@@ -203,8 +204,8 @@ def _predicted_seconds(plan: Plan, pipeline_rank: int) -> float:
 
 
 def _unpredicted_work(plan: Plan, pipeline_rank: int) -> float:
-    """Return the work per step of the replica with the most rows, for a plan without predicted seconds. The unit is the
-    forward of one block for one row; a backward counts as two of these."""
+    """Return the work per step of a replica with the most rows, for a plan without predicted seconds. The unit is the
+    forward of one block for one row; a backward counts as two units."""
     directives = [
         each for stage in plan.stages_of(pipeline_rank) for each in plan.stages[stage].directives
     ]
@@ -214,13 +215,13 @@ def _unpredicted_work(plan: Plan, pipeline_rank: int) -> float:
 
 
 def _most_rows(plan: Plan, pipeline_rank: int) -> int:
-    """Return the rows of the fullest replica in a micro-batch."""
+    """Return the largest number of rows that a replica has in a micro-batch."""
     return -(-plan.microbatch // plan.stages[pipeline_rank].replicas)
 
 
 def _work(plan: Plan, place: Coordinate, seconds: float) -> _RankWork:
-    """Return the work of a replica. ``seconds``: the predicted seconds of a replica with the most rows in every
-    micro-batch."""
+    """Return the work of the replica at ``place``. ``seconds``: the predicted seconds of a replica that has the most
+    rows in every micro-batch."""
     replicas = plan.stages[place.pipeline_rank].replicas
     count = plan.micro_batches(plan.global_batch)
     parts = [micro_batch_rows(plan.global_batch, count, micro) for micro in range(count)]

@@ -1,1 +1,2 @@
-"""Loggers of a run: one module for each destination of its figures, and the thread that feeds one."""
+"""Loggers, which send the figures of a run to other programs: one module for each destination, and the thread that
+sends."""

@@ -12,7 +12,7 @@ Row = dict[str, str | float]
 
 
 def load() -> None:
-    """No-op: Python has what it needs."""
+    """No-op: Python's own library is enough."""
 
 
 def open_run(run: LoggedRun, id: str, *, new: bool, last: int) -> CsvTable:
@@ -22,7 +22,7 @@ def open_run(run: LoggedRun, id: str, *, new: bool, last: int) -> CsvTable:
 
 
 class CsvTable:
-    """Rows are appended. The file is replaced only if a figure needs a new column."""
+    """A table to which rows are appended. The file is rewritten only if a figure needs a new column."""
 
     replaces = True
     held = None

@@ -1,11 +1,12 @@
-"""The contract between a run and a logger: one destination of its figures, such as a server or a file.
+"""The interface between a run and a logger. A logger sends the run's figures to one destination, such as a server or a
+file.
 
 Each logger is a module of this package with two functions::
 
     load()                       import the logger's package; raise ImportError if it is missing
     open_run(run, id, ...)       return a Destination
 
-All functions of a logger except ``load`` are called in a thread of its own (:mod:`.sender`), so they may wait.
+All functions of a logger except ``load`` are called in a separate thread (:mod:`.sender`), so they may wait.
 """
 
 from __future__ import annotations
@@ -47,20 +48,20 @@ class LoggedRun:
 class Destination(Protocol):
     """One run at one destination.
 
-    ``replaces``: whether the destination has dropped the points after the step from which the run resumes. If so, these
-    steps are sent again; otherwise they must not be. ``held``: the last step that the destination has; None if it
-    cannot tell, or if it never loses points that were sent.
+    ``replaces``: whether the destination has dropped the points after the step from which the run resumes. If so, the
+    repeated steps are sent again; otherwise they must not be sent. ``held``: the last step that the destination has;
+    None if it cannot tell, or if it never loses points that were sent.
     """
 
     replaces: bool
     held: int | None
 
     def write(self, points: Sequence[Point]) -> None:
-        """Write points, whose steps never decrease; raise if they are not written."""
+        """Write points, whose steps never decrease. Raise an exception if they are not written."""
 
     def close(self, *, failed: bool) -> None:
-        """Close the run at the destination; it may be opened again when the run resumes. ``failed``: the run ends with
-        an error."""
+        """Close the run at the destination, where a resumed run may open it again. ``failed``: whether the run ends
+        with an error."""
 
 
 class LoggerModule(Protocol):
@@ -70,12 +71,12 @@ class LoggerModule(Protocol):
         """Import the logger's package."""
 
     def open_run(self, run: LoggedRun, id: str, *, new: bool, last: int) -> Destination:
-        """Open ``run`` at the destination. ``id``: its identity there; ``new``: the destination does not know it yet.
-        ``last``: the last step whose points remain, if the destination replaces points."""
+        """Open ``run`` at the destination. ``id``: the run's id there. ``new``: whether the id is new to the
+        destination. ``last``: the last step whose points remain, if the destination replaces points."""
 
 
 def logger_named(name: str) -> LoggerModule:
-    """Return the logger, whose package is imported. Raises :class:`ConfigError` if the package is missing."""
+    """Return the logger ``name`` after importing its package. Raises :class:`ConfigError` if the package is missing."""
     module: Any = importlib.import_module(f"parallax.train.loggers.{name}")
     try:
         module.load()

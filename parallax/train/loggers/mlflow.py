@@ -1,4 +1,4 @@
-"""MLflow: the server, database or folder of ``MLFLOW_TRACKING_URI``, by default MLflow's own."""
+"""MLflow, with the server, database or folder of ``MLFLOW_TRACKING_URI``, by default MLflow's own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def load() -> None:
 
 
 def open_run(run: LoggedRun, id: str, *, new: bool, last: int) -> MlflowRun:
-    """Return the run of the experiment ``run.project`` that has the tag of ``id``, made if there is none."""
+    """Return the run in the experiment ``run.project`` that is tagged with ``id``; it is created if there is none."""
     del last
     from mlflow.tracking import MlflowClient
 
@@ -52,8 +52,8 @@ def _find(client: Any, experiment: str, id: str) -> Any:
 
 
 class MlflowRun:
-    """One run of MLflow. ``latest``: the last step of each figure there. Each figure has its own last step, because a
-    process may be killed after it has written some figures of a step."""
+    """One run of MLflow. ``latest``: figure → its last step at MLflow. The last steps may differ, because a process may
+    be killed after it has written only some figures of a step."""
 
     replaces = False
 
@@ -75,7 +75,7 @@ class MlflowRun:
             self._client.log_batch(self._id, metrics=some)
 
     def set_parameters(self, given: Mapping[str, str], known: Mapping[str, str]) -> None:
-        """Write the parameters. A ``known`` parameter cannot be changed in MLflow, so a new value of it is written as a
+        """Write the parameters ``given``. MLflow cannot change a ``known`` parameter, so a new value is written as a
         tag."""
         from mlflow.entities import Param, RunTag
 

@@ -1,8 +1,8 @@
-"""Send the figures of a run to one destination, in a thread of its own.
+"""Send the figures of a run to one destination, in a separate thread.
 
 A slow or dead destination never delays a step: points wait in a queue of bounded length, and points that do not fit are
-dropped and counted. A file in the run directory remembers the run's identity at the destination and the last step that
-was sent, so a run that resumes is the same run there::
+dropped and counted. A file in the run directory holds the run's id at the destination and the last step that was sent,
+so a resumed run is the same run there::
 
     sent     1 2 3 4 5 6 7 | killed     the checkpoint is of step 5, so steps 6 and 7 are repeated
     resumed            6 7 8 9          a destination that replaces points drops its own 6 and 7 first;
@@ -41,7 +41,7 @@ _SHORTEST_SECRET = 6  # characters; shorter values would hide words of a message
 
 
 class LogSender:
-    """Sends points to the logger ``name``. Only the thread uses the destination."""
+    """Sends points to the logger ``name``. Only the sending thread uses the destination."""
 
     def __init__(self, name: str, logger: LoggerModule, run: LoggedRun) -> None:
         self.name, self._logger, self._run = name, logger, run
@@ -64,8 +64,8 @@ class LogSender:
         return taken
 
     def close(self, *, failed: bool) -> None:
-        """Send the points that wait and close the destination, for a limited time; ``failed``: the run ends with an
-        error."""
+        """Send the remaining points and close the destination, but wait for this only a limited time. ``failed``:
+        whether the run ends with an error."""
         self._failed = failed
         self._queue.close()
         seconds = _FAILED_SECONDS if failed else _END_SECONDS
@@ -111,8 +111,8 @@ class LogSender:
             yield from _batches((int(each["step"]), figures_of(each)) for each in records)
 
     def _write(self, destination: Destination, mark: Mark, points: Sequence[Point]) -> None:
-        """Write points. If the destination cannot replace points, the mark is saved before they are sent: a process
-        that is killed in between then loses points, but sends none twice."""
+        """Write points. If the destination cannot replace points, ``mark`` is saved before they are sent. If the
+        process is killed in between, points are lost, but none is sent twice."""
         if not points:
             return
         before, last = mark.step, max(mark.step, points[-1][0])
@@ -129,7 +129,7 @@ class LogSender:
 
 
 class _Queue:
-    """A queue of at most ``most`` points, which are taken in batches."""
+    """A queue of at most ``most`` points, from which points are taken in batches."""
 
     def __init__(self, most: int) -> None:
         self._most, self._points, self._closed = most, deque[Point](), False
@@ -171,8 +171,8 @@ class _Queue:
 
 @dataclass
 class Mark:
-    """The progress of sending a run's figures to one destination, kept in a file of the run directory. ``id``: the
-    run's identity there. ``step``: the last step that was sent. ``settings``: a hash of the run's configuration."""
+    """How far a run's figures have been sent to one destination, stored in a file in the run directory. ``id``: the
+    run's id there. ``step``: the last step that was sent. ``settings``: a hash of the run's configuration."""
 
     path: Path
     id: str
@@ -181,8 +181,8 @@ class Mark:
 
     @classmethod
     def read(cls, run: LoggedRun, name: str) -> Mark:
-        """Return the mark of the previous start, or an empty one. A run that starts again from its first step with
-        other settings counts as another run."""
+        """Return the stored mark of an earlier start of the run, or an empty one. If the run starts again at its first
+        step with other settings, it counts as another run."""
         path = run.directory / "loggers" / f"{name}.json"
         text = json.dumps(run.parameters, sort_keys=True, default=str)
         settings = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -194,7 +194,7 @@ class Mark:
         return cls(path, "", 0, settings)
 
     def begin(self) -> bool:
-        """Give the run an id if it has none, and save it before a server gets it; return whether it had none."""
+        """Give the run an id if it has none, and store it before a server gets it. Return whether the id is new."""
         new = not self.id
         self.id = self.id or secrets.token_hex(4)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -202,7 +202,7 @@ class Mark:
         return new
 
     def save(self, step: int) -> None:
-        """Replace the file, with ``step`` as the last step that was sent."""
+        """Store ``step`` as the last step that was sent."""
         self.step = step
         partial = self.path.with_suffix(".partial")
         content = {"id": self.id, "step": step, "settings": self.settings}

@@ -12,7 +12,7 @@ from parallax.train.loggers.destination import LoggedRun, Point
 
 
 def load() -> None:
-    """Import and use TensorBoard's writer once, so that its tables exist before memory is measured."""
+    """Import TensorBoard's writer and use it once, so that its tables are allocated before memory is measured."""
     with temporary_folder() as folder:
         curves = Curves(folder)
         curves.write([(0, {"nothing": 0.0})])
@@ -26,8 +26,8 @@ def open_run(run: LoggedRun, id: str, *, new: bool, last: int) -> Curves:
 
 
 class Curves:
-    """Scalars in event files. Each start of a run writes an event that marks its beginning. When TensorBoard reads it,
-    it drops older points of steps after ``last``, which the new start repeats."""
+    """Scalars in event files. Each start of a run writes an event that makes TensorBoard drop older points of steps
+    after ``last``, which the new start repeats."""
 
     replaces = True
 
@@ -60,7 +60,7 @@ class Curves:
 
 
 class _ThreadErrors:
-    """An excepthook that ignores errors of TensorBoard's thread, because its writer raises them again."""
+    """An excepthook that ignores errors of TensorBoard's thread, because the writer raises them again in the caller."""
 
     def __init__(self, before: Callable[[threading.ExceptHookArgs], object]) -> None:
         self._before = before

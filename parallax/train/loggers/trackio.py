@@ -14,7 +14,7 @@ def load() -> None:
 
 
 def open_run(run: LoggedRun, id: str, *, new: bool, last: int) -> TrackioRun:
-    """Return the run. Trackio knows a run by its name, which therefore has the ``id``."""
+    """Return the run in Trackio. Trackio identifies a run by its name, so the name includes ``id``."""
     del last
     import trackio
 
@@ -32,7 +32,8 @@ def open_run(run: LoggedRun, id: str, *, new: bool, last: int) -> TrackioRun:
 
 
 class TrackioRun:
-    """One run of Trackio. Trackio writes points some time after it has got them. A resumed run knows its next step."""
+    """One run of Trackio, which writes points some time after it has received them. A resumed run knows its next
+    step."""
 
     replaces = False
 

@@ -18,8 +18,8 @@ def load() -> None:
 
 
 def open_run(run: LoggedRun, id: str, *, new: bool, last: int) -> WandbRun:
-    """Return the run ``id`` of the user's project; its local files are in the run directory's ``wandb/``. The key is
-    that of ``wandb login`` or ``WANDB_API_KEY``."""
+    """Return the run ``id`` in the project. Local files are in ``wandb/`` in the run directory. The API key is that of
+    ``wandb login`` or ``WANDB_API_KEY``."""
     del new, last
     import wandb
 
@@ -46,7 +46,7 @@ def open_run(run: LoggedRun, id: str, *, new: bool, last: int) -> WandbRun:
 
 
 class WandbRun:
-    """One run of Weights & Biases, whose own process sends the points, also again after a failure. A run that resumes
+    """One run of Weights & Biases, whose own process sends the points and retries after failures. A run that resumes
     online knows its last step."""
 
     replaces = False

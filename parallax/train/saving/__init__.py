@@ -1,1 +1,1 @@
-"""Saving in a training loop: checkpoints on disk, copies in memory."""
+"""Saving during training: when checkpoints are saved, and how they are reported."""

@@ -1,8 +1,8 @@
-"""Decide when a training loop saves and waits for checkpoints, and report them.
+"""Decide when a training loop saves checkpoints and waits for them, and report them.
 
-Training waits while its state is copied. It waits for the write only if necessary: for the last checkpoint of a run,
-and for the previous checkpoint when the next is due. All other writes run in parallel with the steps, and the numbers
-that ranks exchange after a step show when all ranks have finished (:mod:`parallax.runtime.pending`).
+Training waits while its state is copied. It waits for the files only for the last checkpoint of a run, and for an
+unfinished checkpoint when the next is due. All other writes run in parallel with the steps. The numbers that ranks
+exchange after each step show when all ranks have finished (:mod:`parallax.runtime.pending`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LONG_SECONDS = 1.0  # shortest wait for the previous checkpoint that is reporte
 
 
 class Saves:
-    """The checkpoints of one rank's loop in ``directory``; ``config`` determines which of them are kept."""
+    """The checkpoints that one rank's loop saves in ``directory``. ``config`` determines which are kept."""
 
     def __init__(
         self,
@@ -41,21 +41,22 @@ class Saves:
         self.seconds = 0.0
         """Seconds for which training has waited for checkpoints so far."""
         self.completed: list[Path] = []
-        """Checkpoints that became complete; whoever handles one removes it."""
+        """Checkpoints that became complete. The caller removes those that it has handled."""
         self._reported = 0.0  # part of :attr:`seconds` that :meth:`columns` has returned
         # The step of the last checkpoint; 0, because before the first step there is nothing to save.
         self._saved: int | None = 0
         self._saves_none = True  # whether this start has saved none so far
 
     def columns(self) -> dict[str, float]:
-        """Return this rank's figures for the other ranks: the progress of its write, and the seconds that training has
-        waited for checkpoints since the last call."""
+        """Return this rank's figures for the other ranks: the progress of its current write, and the seconds that
+        training has waited for checkpoints since the last call."""
         waited, self._reported = self.seconds - self._reported, self.seconds
         progress = float(self._engine.saving.pending.progress)
         return {"saving_progress": progress, "checkpoint_seconds": waited}
 
     def advance(self, logger: RankZeroLogger, columns: Mapping[str, Sequence[float]]) -> None:
-        """Advance the write to the state that all ranks have reached; all ranks call it."""
+        """Advance the current write to the state that all ranks have reached. ``columns``: the figures of all ranks.
+        All ranks call it."""
         progress = columns["saving_progress"]
         if any(progress):
             with self._waiting():
@@ -74,8 +75,8 @@ class Saves:
         *,
         last: bool,
     ) -> None:
-        """Save a checkpoint with the caller's ``state`` and ``metrics``, unless there is one of this step. Wait for it
-        if it is the ``last``, or if checkpoints are not asynchronous."""
+        """Save a checkpoint with the caller's ``state`` and ``metrics``, unless this step has one. Wait until it is
+        complete if it is the ``last``, or if checkpoints are not asynchronous."""
         step = self._engine.completed_steps
         with self._waiting():
             self.finish(logger, next_step=step)
@@ -88,7 +89,7 @@ class Saves:
                 self.finish(logger)
 
     def finish(self, logger: RankZeroLogger, *, next_step: int = 0) -> None:
-        """Wait for the current write. ``next_step``: the step whose checkpoint is already due, or 0."""
+        """Wait until the current write is complete. ``next_step``: the step whose checkpoint is already due, or 0."""
         pending, start = self._engine.saving.pending, time.perf_counter()
         with self._waiting():
             self._log_saved(logger, pending.finish())
@@ -100,16 +101,16 @@ class Saves:
             )
 
     def end(self, logger: RankZeroLogger) -> None:
-        """Finish the last write. If this start saved none, delete older checkpoints that a killed start did not delete
-        after its last checkpoint."""
+        """Wait until the last write is complete. If this start of the run has saved no checkpoint, remove the old
+        checkpoints that an earlier start was killed too soon to remove."""
         self.finish(logger)
         if self._saves_none and self._saved:
             self._engine.saving.trim(self._directory, self._saved, self._retention)
 
     @contextlib.contextmanager
     def saved_before(self, logger: RankZeroLogger) -> Iterator[None]:
-        """A context for a step. If the step ends the run on all ranks because of a non-finite number, the checkpoint
-        that is being written, of an earlier step, is completed first."""
+        """A context for a step. If the step ends the run because of a non-finite number, the checkpoint of an earlier
+        step that is being written is completed first."""
         try:
             yield
         except NonFiniteError:

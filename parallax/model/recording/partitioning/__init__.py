@@ -1,1 +1,1 @@
-"""Partition a program into blocks, and generate a module for each block."""
+"""Partition a recorded forward into blocks, and generate a module for each block."""

@@ -1,15 +1,17 @@
 """Partition a recorded forward into blocks.
 
-Each block has a step with parameters, or several small ones, and adjacent steps without parameters::
+Each block has one step (a call in the forward) with parameters, or several small ones, and adjacent steps without
+parameters::
 
     embed ─ add ┊ layer ─ add ┊ layer ┊ norm ─ head          ┊ a boundary: live tensors cross it
 
-The tensors that later steps still use cross a boundary; a tensor that is used much later passes unchanged through every
+The tensors that later steps still use cross a boundary. A tensor that is used much later passes unchanged through every
 block between. Tensors computed from integer inputs only (masks, positions) are recomputed instead, if that sends fewer
-bytes. Between two steps with parameters the boundary is where the fewest bytes cross. No boundary is possible where a
-crossing tensor depends on the rows but has no row dimension, or is changed in place later; between two uses of a module
-with buffers, because one block must see all updates of these; and between two tensors and the derivative of one by the
-other.
+bytes. Between two steps with parameters the boundary is where the fewest bytes cross. No boundary is possible
+
+* where a crossing tensor depends on the rows but has no row dimension, or is changed in place later; * between two uses
+of a module with buffers, because one block must see all updates of these; * between two tensors and the derivative of
+one by the other.
 """
 
 from __future__ import annotations
@@ -41,8 +43,7 @@ _DERIVATIVES = "grad", "backward"
 
 @dataclass(frozen=True)
 class _Piece:
-    """One block of the program: its steps, the module that runs them, and the numbers of its input and output
-    tensors."""
+    """One block of the program: its steps, the module that runs them, and the numbers of input and output tensors."""
 
     name: str
     module: RecordedSegment
@@ -53,8 +54,11 @@ class _Piece:
 
 
 class ProgramPartitioner:
-    """Finds the block boundaries of ``program`` and builds the blocks. ``share(step)``: the step's share of the model's
-    work; a block has at least ``least``, if possible."""
+    """Finds the block boundaries of ``program`` and builds the blocks.
+
+    ``share(step)`` is the step's fraction of the model's work. A block has at least the fraction ``least``, if
+    possible.
+    """
 
     def __init__(
         self,
@@ -84,7 +88,10 @@ class ProgramPartitioner:
         self._named: dict[str, int] = {}
 
     def partition(self) -> Partition:
-        """Return the blocks. Raises :class:`UnknownSize` if even a single block of all steps cannot compute a size."""
+        """Return the blocks.
+
+        Raises :class:`UnknownSize` if a size cannot be computed even in a single block of all steps.
+        """
         if not any(step.heavy for step in self._steps):
             raise DescribeError(
                 f"{type(self._model).__name__} has nothing to train: its forward uses no parameters"
@@ -116,7 +123,7 @@ class ProgramPartitioner:
     # ---- boundaries
 
     def _bounds(self) -> list[int]:
-        """Return the positions of the first steps of all blocks but the first."""
+        """Return the position of the first step of each block, except the first block."""
         heavy = [step for step in self._steps if step.heavy]
         remaining = sum(map(self._share, heavy))
         found, gathered = [], 0.0
@@ -149,7 +156,7 @@ class ProgramPartitioner:
         return sum(tensor.traced.nbytes for tensor in alive) if alive else None
 
     def _live_tensors(self, position: int) -> list[ForwardTensor]:
-        """Return the earlier tensors that steps from ``position`` on use."""
+        """Return the earlier tensors that are used by the steps from ``position`` on."""
         return [
             tensor
             for tensor in self._tensors
@@ -160,7 +167,10 @@ class ProgramPartitioner:
         ]
 
     def _record_use(self, index: int, position: int) -> None:
-        """Record a use at ``position``; if the tensor is recomputed there, its sources are used."""
+        """Record that a tensor is used at ``position``.
+
+        If it is recomputed there, its source tensors are recorded instead.
+        """
         if self._last_use[index] >= position:
             return
         self._last_use[index] = position
@@ -169,8 +179,10 @@ class ProgramPartitioner:
                 self._record_use(source, position)
 
     def _find_recomputed(self) -> set[int]:
-        """Return the tensors that every block recomputes: those computed only from integer inputs that are no larger,
-        or from no input."""
+        """Return the tensors that every block recomputes instead of receiving them.
+
+        They are computed only from integer inputs that are no larger than the tensor, or from no input.
+        """
         found: set[int] = set()
         sources: dict[int, frozenset[int]] = {}
         for tensor in self._tensors:
@@ -199,8 +211,10 @@ class ProgramPartitioner:
         return {self._tensors[i].traced.storage for step in self._steps for i in step.writes}
 
     def _intervals(self) -> list[tuple[int, int]]:
-        """Return ranges of steps that must stay in one block: all uses of a module with buffers, and a tensor with its
-        in-place changes."""
+        """Return ranges of steps that must stay in one block.
+
+        A range covers all uses of a module with buffers, or a tensor and its in-place changes.
+        """
         found: list[tuple[int, int]] = []
         first: dict[Any, int] = {}
         changed_by_modules = {
@@ -230,7 +244,7 @@ class ProgramPartitioner:
     # ---- blocks
 
     def _piece(self, low: int, high: int) -> _Piece:
-        """Return the steps in [low, high) as a module."""
+        """Return a block of the steps from ``low`` to ``high`` − 1."""
         entering = [t.index for t in self._live_tensors(low)] if low else self._program.inputs
         last = high == len(self._steps)
         leaving = self._results if last else [t.index for t in self._live_tensors(high)]
@@ -243,8 +257,10 @@ class ProgramPartitioner:
         return _Piece(name, module, steps, entering, leaving, last)
 
     def _is_needed(self, step: ForwardStep) -> bool:
-        """Return whether a block must contain the step: it has no results, or at least one that is not recomputed where
-        it is used."""
+        """Return whether a block must contain the step.
+
+        It must if the step has no results, or if one of the results is used in a place where it is not recomputed.
+        """
         gives = [i for _, i in step.results]
         return not gives or not all(i in self._recomputed for i in gives)
 
@@ -261,7 +277,7 @@ class ProgramPartitioner:
         return Block(name, whole or module, unbatched)
 
     def _own_module(self, piece: _Piece) -> nn.Module | None:
-        """Return the model's own module if the block only calls it."""
+        """Return the module of the model that the block calls, if the block does nothing else."""
         if len(piece.steps) != 1 or not self._program.evaluates:
             return None
         step = piece.steps[0]

@@ -1,4 +1,4 @@
-"""Generate the module of one block: its steps as Python code, and the model's modules and tensors that they use.
+"""Generate the module of one block: Python code for its steps, and the model's modules and tensors that they use.
 
 Sizes that differ between runs are expressions of the sizes of available tensors. The runs give a size for several
 numbers of rows and lengths; an expression is valid if it gives that size in every run: a tensor's size, times or plus a
@@ -34,8 +34,10 @@ _LITERALS = bool, int, str, bytes, type(None), type(Ellipsis)
 
 
 class RecordedSegment(nn.Module):
-    """The module of one block: steps of a model's forward. It holds the model's own modules and tensors. Their names
-    are equal in segments with equal steps."""
+    """The module of one block, which runs steps of a model's forward.
+
+    It holds the model's own modules and tensors, under names that are equal in segments with equal steps.
+    """
 
     def __init__(
         self,
@@ -65,7 +67,7 @@ class RecordedSegment(nn.Module):
         return results
 
     def train(self, mode: bool = True) -> RecordedSegment:
-        """Set the mode, with the exceptions of the model's own ``train()``."""
+        """Set training or evaluation mode, with the exceptions that the model's own ``train()`` makes."""
         super().train(mode)
         for path in self._other_mode.get(mode, ()):
             self.get_submodule(path).training = not mode
@@ -80,7 +82,7 @@ class UnknownSize(Exception):
 
 
 class SegmentWriter:
-    """Generates the code of one block with the inputs ``entering``."""
+    """Generates the code of one block, whose inputs are the tensors ``entering``."""
 
     def __init__(
         self, model: nn.Module, program: ForwardProgram, entering: Iterable[int], *, unfold: bool
@@ -110,7 +112,7 @@ class SegmentWriter:
             self._register_sizes(index)
 
     def add(self, step: ForwardStep) -> None:
-        """Add one of the block's steps, preceded by recomputed steps that it needs."""
+        """Add one of the block's steps, after the steps that must be recomputed for it."""
         if step.position in self._made:
             return
         self._made.add(step.position)
@@ -125,7 +127,7 @@ class SegmentWriter:
         self._assign_results(step, call)
 
     def build(self, leaving: list[int], *, fold: bool) -> RecordedSegment:
-        """Return the module that returns ``leaving``."""
+        """Return a module whose outputs are the tensors ``leaving``."""
         for index in leaving:
             self._ensure(index)
         results = [(self._transposed(i) if fold else None) or self._tensor_text(i) for i in leaving]
@@ -145,7 +147,7 @@ class SegmentWriter:
         )
 
     def _held_names(self, paths: Iterable[str]) -> Iterator[str]:
-        """Yield the segment's names of the model's modules ``paths`` that it holds."""
+        """Yield the names inside the segment of those modules in ``paths`` that the segment holds."""
         for path in sorted(paths):
             for name, owner in self._modules.items():
                 if path == owner or path.startswith(f"{owner}."):
@@ -177,7 +179,7 @@ class SegmentWriter:
             self._register_sizes(index)
 
     def _ensure(self, index: int) -> None:
-        """Recompute a tensor of an earlier block that is not an input."""
+        """Recompute a tensor of an earlier block unless it is an input of this block."""
         tensor = self._program.tensors[index]
         if index not in self._names and not tensor.held:
             self.add(self._program.steps[tensor.maker])
@@ -186,7 +188,7 @@ class SegmentWriter:
         return self._names.setdefault(index, name or f"v{len(self._names)}")
 
     def _register_sizes(self, index: int) -> None:
-        """Register the sizes of a tensor for size expressions."""
+        """Register the sizes of a tensor, so that size expressions can use them."""
         for d, sizes in enumerate(zip(*self._program.tensors[index].shapes)):
             self._sizes.setdefault(sizes, f"{self._names[index]}.shape[{d}]")
 
@@ -261,7 +263,7 @@ class SegmentWriter:
         return text
 
     def _nest(self, part: Any) -> str:
-        """Return code that builds an instance of a user class that holds tensors."""
+        """Return code that builds an instance of a user class that contains tensors."""
         found: list[str] = []
 
         def number(inner: Any) -> Any:
@@ -277,7 +279,7 @@ class SegmentWriter:
         return f"{self._names[self._entering[0]]}.device"
 
     def _constant(self, value: Any, name: str = "constant") -> str:
-        """Return a global name for a value without a Python literal."""
+        """Return the global name of a value that has no Python literal."""
         key = next((k for k, v in self._globals.items() if v is value), None)
         if key is None:
             plain = re.sub(r"\W|^__|__$", "_", name).lstrip("_") or "call"
@@ -289,8 +291,10 @@ class SegmentWriter:
         return key
 
     def _transposed(self, index: int) -> str | None:
-        """Return code that moves the row dimension to dimension 0 for a boundary, or back; None if rows are in
-        dimension 0."""
+        """Return code that moves the row dimension to dimension 0 for a boundary, or back.
+
+        None if rows are already in dimension 0.
+        """
         rows = self._program.tensors[index].rows
         if rows in (0, -1, None):
             return None
@@ -311,7 +315,10 @@ def _access(path: Path) -> str:
 
 
 def _indented(lines: list[tuple[Context, str]]) -> list[str]:
-    """Return lines of code, indented in ``with`` blocks: consecutive lines of equal context share a block."""
+    """Return lines of code, indented inside ``with`` statements.
+
+    Consecutive lines with equal context share one statement.
+    """
     found: list[str] = []
     open_context = Context()
     for context, text in lines:
@@ -344,8 +351,9 @@ _DIVISORS = range(2, 65)
 
 
 def expression(values: tuple[Any, ...], known: Mapping[Sizes, str]) -> str | None:
-    """Return Python code that computes ``values`` from ``known`` sizes, given with their names; None if there is
-    none."""
+    """Return Python code that computes ``values`` from ``known`` sizes,
+    given with their names, or None if there is none.
+    """
     known = {size: name for size, name in known.items() if len(set(size)) > 1}
     products = {
         tuple(a * b for a, b in zip(first, second)): f"{known[first]} * {known[second]}"
@@ -359,7 +367,7 @@ def expression(values: tuple[Any, ...], known: Mapping[Sizes, str]) -> str | Non
 
 
 def _forms(values: tuple[Any, ...], size: Sizes, name: str) -> Iterator[str]:
-    """Yield expressions for ``values`` in terms of one size, simplest first."""
+    """Yield expressions that compute ``values`` from one size, simplest first."""
     if values == size and all(type(value) is int for value in values):
         yield name
         return
@@ -384,9 +392,11 @@ def _forms(values: tuple[Any, ...], size: Sizes, name: str) -> Iterator[str]:
 
 
 def _line(values: tuple[int, ...], size: Sizes, name: str) -> Iterator[str]:
-    """Yield the expression "(name) * a + b", with integers a and b, if it gives the ``values`` of all runs. ``size``:
-    the size called ``name`` in each run. Nothing is yielded for fewer than three different sizes, because a line passes
-    through any two points."""
+    """Yield the expression "(name) * a + b", with integers a and b, if it gives the ``values`` of all runs.
+
+    ``size`` is the size called ``name`` in each run. Nothing is yielded for fewer than three different sizes, because a
+    line passes through any two points.
+    """
     points = sorted(set(zip(size, values)))
     if len(points) < 3 or len({x for x, _ in points}) < len(points):
         return

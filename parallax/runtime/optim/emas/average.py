@@ -10,12 +10,13 @@ from parallax.runtime.optim.ema import EmaConfig
 
 @dataclass(frozen=True, kw_only=True)
 class EmaAverage(EmaConfig):
-    """The mean of the weights with equal shares, stochastic weight averaging (Izmailov et al. 2018),
-    ``torch.optim.swa_utils.AveragedModel``.
+    """The mean of the weights of all averaged steps, as in ``torch.optim.swa_utils.AveragedModel`` (stochastic weight
+    averaging, Izmailov et al. 2018).
 
     ``start``: the first step whose weights are averaged; before it, validation uses the trained weights. ``every``:
-    steps between the weights that are averaged. ``evaluate``: compute validation losses with the averages, which also
-    select the best checkpoint."""
+    average the weights after each so many steps. ``evaluate``: compute validation losses with the averages; these
+    losses also select the best checkpoint.
+    """
 
     name: str = "average"
     start: int = 1

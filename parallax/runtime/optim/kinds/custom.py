@@ -15,12 +15,15 @@ from parallax.runtime.optim.places import ParameterPlace
 
 @dataclass(frozen=True, kw_only=True)
 class CustomOptimizerConfig(OptimizerConfig):
-    """Any optimizer class. Before step 1 it is tried on small tensors: whether it steps each parameter by itself, which
-    every plan needs, and whether it steps each element by itself, so that parameters may be divided.
+    """Any optimizer class. Before step 1 it is tried on small tensors, to find out whether it steps each parameter
+    independently, which every plan needs, and whether it steps each element independently, so that a plan may divide
+    parameters.
 
-    ``target``: the class as ``package.module:Class``, ``torch.optim:Adafactor``, or a function that takes parameter
-    groups and returns the optimizer. ``kwargs``: its arguments besides the parameters and ``lr``. ``weight_decay``
-    applies to all parameters, as it does for a torch optimizer without groups; 0 leaves the class's default."""
+    ``target``: the class as ``package.module:Class``, such as ``torch.optim:Adafactor``, or a function that takes
+    parameter groups and returns the optimizer. ``kwargs``: the arguments of the class besides the parameters and
+    ``lr``. ``weight_decay`` applies to all parameters, as it does for a torch optimizer without groups; 0 leaves the
+    class's default.
+    """
 
     name: str = "custom"
     target: str = ""

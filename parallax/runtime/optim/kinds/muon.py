@@ -24,8 +24,8 @@ from parallax.runtime.optim.places import ParameterPlace
 class MuonConfig(OptimizerConfig):
     """Muon (Jordan et al. 2024), ``torch.optim.Muon``, for matrices that are neither embeddings nor in the model's last
     module; AdamW for all other parameters. Muon's update has the size of AdamW's (Liu et al. 2025, "Muon is Scalable
-    for LLM Training", section 2.2), so both use one learning rate and one weight decay. ``momentum``: Muon's;
-    ``betas`` and ``eps``: AdamW's. A group with ``muon: false`` is stepped by AdamW."""
+    for LLM Training", section 2.2), so both use one learning rate and one weight decay. ``momentum``: the momentum of
+    Muon. ``betas`` and ``eps``: those of AdamW, which also steps every group with ``muon: false``."""
 
     name: str = "muon"
     momentum: float = 0.95

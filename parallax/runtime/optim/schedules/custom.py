@@ -12,9 +12,10 @@ from parallax.runtime.optim.schedule import ScheduleConfig
 
 @dataclass(frozen=True, kw_only=True)
 class CustomSchedule(ScheduleConfig):
-    """The user's own schedule. ``target``: ``package.module:function``; ``kwargs``: its arguments besides the position
-    from 0 and the length, in steps or epochs after the warm-up: ``function(position, length, **kwargs)`` returns the
-    factor of the learning rate, and nothing else may change it."""
+    """The user's own schedule. ``target``: the function as ``package.module:function``. ``kwargs``: keyword arguments
+    of the function. Parallax calls ``function(position, length, **kwargs)``, with the position from 0 and the length
+    after the warm-up, both in steps or epochs, and uses the result as the factor of the learning rate. The result must
+    depend on these arguments alone."""
 
     name: str = "custom"
     target: str = ""

@@ -9,7 +9,7 @@ from parallax.runtime.optim.schedule import ScheduleConfig, check_share
 
 @dataclass(frozen=True, kw_only=True)
 class ExponentialSchedule(ScheduleConfig):
-    """Exponential decay. ``gamma``: the factor of each step or epoch that follows the warm-up."""
+    """Exponential decay. ``gamma``: the factor by which each step or epoch after the warm-up multiplies the rate."""
 
     name: str = "exponential"
     gamma: float = 0.999

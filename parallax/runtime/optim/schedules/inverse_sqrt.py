@@ -12,7 +12,8 @@ from parallax.runtime.optim.schedule import ScheduleConfig
 @dataclass(frozen=True, kw_only=True)
 class InverseSqrtSchedule(ScheduleConfig):
     """Decay with the inverse square root of the step, from the full rate at the end of the warm-up (Vaswani et al.
-    2017, section 5.3). ``timescale``: the steps after which the rate is 1/√2; 0: the length of the warm-up."""
+    2017, section 5.3). ``timescale``: the steps or epochs after which the rate has fallen to 1/√2 of the full rate; 0
+    is the length of the warm-up."""
 
     name: str = "inverse_sqrt"
     warmup: int = 4000

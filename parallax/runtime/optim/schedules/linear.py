@@ -9,7 +9,7 @@ from parallax.runtime.optim.schedule import ScheduleConfig, check_share
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSchedule(ScheduleConfig):
-    """Linear decay over the run. ``final``: the factor at its end."""
+    """Linear decay over the run. ``final``: the factor at the end of the run."""
 
     name: str = "linear"
     final: float = 0.0

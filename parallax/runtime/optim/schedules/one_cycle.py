@@ -1,4 +1,4 @@
-"""One cycle: up, and down below the start."""
+"""One cycle: the rate rises, and then falls below its start."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ class OneCycleSchedule(ScheduleConfig):
     """One cycle (Smith and Topin 2019), as torch's ``OneCycleLR`` without cycling momentum: up to the full rate and
     down again, both along a cosine.
 
-    ``rise``: the part of the run in which the rate rises. ``div``: the full rate over the first one. ``final_div``: the
-    first rate over the last one."""
+    ``rise``: the part of the run in which the rate rises. ``div``: the full rate divided by the first rate.
+    ``final_div``: the first rate divided by the last rate.
+    """
 
     name: str = "one_cycle"
     rise: float = 0.3

@@ -10,8 +10,8 @@ from parallax.runtime.optim.schedule import ScheduleConfig, check_share
 
 @dataclass(frozen=True, kw_only=True)
 class PolynomialSchedule(ScheduleConfig):
-    """Polynomial decay over the run. ``power``: the exponent of the remaining part of the run. ``final``: the factor at
-    its end."""
+    """Polynomial decay over the run. ``power``: the exponent to which the remaining part of the run is raised.
+    ``final``: the factor at the end of the run."""
 
     name: str = "polynomial"
     power: float = 2.0
