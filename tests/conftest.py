@@ -89,7 +89,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_finish() -> None:
     import torch
 
+    from tests.natures import remember_natures
+
     torch.set_num_threads(1)
+    remember_natures()
     gc.freeze()
     gc.enable()
 
