@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -55,6 +56,7 @@ def plain_batch() -> TensorRows:
     return TensorRows(inputs, masked())
 
 
+@functools.cache
 def plain_chain() -> Chain:
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES))
@@ -69,6 +71,7 @@ def labelled_batch(kind: str) -> TensorRows:
     return TensorRows({"input_ids": tokens, "labels": labels}, torch.zeros(ROWS))
 
 
+@functools.cache
 def labelled_chain(kind: str, dtype: torch.dtype = torch.float64) -> Chain:
     name, config = MODELS[kind]
     factory = HuggingFaceConfig(architecture=name, config=config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -64,6 +65,7 @@ def inputs_of(kind: str, rows: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=random)
 
 
+@functools.cache
 def chain_of(kind: str) -> Chain:
     outputs = 1 if kind == "numbers" else CLASSES
 
@@ -124,6 +126,7 @@ def outputs_of(kind: str, inputs: Tensor) -> Tensor:
     return torch.cat([part for _, part in sorted(parts, key=lambda each: each[0])])
 
 
+@functools.cache
 def expected(kind: str, rows: int, seed: int) -> dict[str, float]:
     outputs = outputs_of(kind, inputs_of(kind, rows, seed))
     targets = targets_of(kind, rows, seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from parallax.config import RunConfig, compose
-from parallax.model.describe import parameter_names
+from parallax.model.describe import Chain, parameter_names
 from parallax.model.materialise import materialise
 from parallax.run.job import build_chain, build_loss, open_source, with_steps
 from parallax.runtime.batch import Rows
@@ -36,18 +37,18 @@ class Outcome:
     averages: dict[str, Tensor]
 
 
-def configured(settings: Sequence[str]) -> tuple[RunConfig, list[Rows]]:
-    config = with_steps(compose(settings))
-    source = open_source(config)
-    return config, [source.batch(ROWS) for _ in range(STEPS)]
+@functools.lru_cache(maxsize=1)  # a rank of a pool trains one recipe under several plans
+def configured(folder: Path, settings: tuple[str, ...]) -> tuple[RunConfig, list[Rows], Chain]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        config = with_steps(compose(settings))
+        source = open_source(config)
+        return config, [source.batch(ROWS) for _ in range(STEPS)], build_chain(config)
 
 
 def plain(name: str, folder: Path, settings: Sequence[str]) -> Outcome:
     """The recipe in one process, from the weights with which the engine begins."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        config, batches = configured(settings)
-        chain = build_chain(config)
+    config, batches, chain = configured(folder, tuple(settings))
     dtype, recipe = config.precision.parameter_dtype, RECIPES[name]
     model = recipe.model().to(dtype)
     blocks = materialise(chain, 0, len(chain.blocks), torch.device("cpu"))
@@ -106,10 +107,7 @@ def trained(
     name: str, folder: Path, settings: Sequence[str], plan: dict[str, Any], first: int, last: int
 ) -> Outcome:
     """Steps ``first`` to ``last``, from the checkpoint of step ``first``; then saves."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        config, batches = configured(settings)
-        chain = build_chain(config)
+    config, batches, chain = configured(folder, tuple(settings))
     made = make_plan(chain, **{"global_batch": ROWS, "microbatch": MICRO, **plan})
     engine = Engine.build(
         chain,
