@@ -168,7 +168,10 @@ def test_mistyped_settings_and_data_without_targets(
     assert "plan.activations=keep: a plan with task=evaluation" in line("plan.activations=keep")
     assert "cluster=catalog: it is a cluster to plan for" in line("cluster=dgx_a100")
     assert "data.validation" in line("data.validation=0")
-    # fewer rows than a batch
+
+
+@pytest.mark.faults
+def test_fewer_rows_than_a_batch(trained: Path, called: Called) -> None:
     code, out, err = called("evaluate", "run", "--json", "data.path=few")
     assert code == 0, err
     assert json.loads(out)["sets"] == {"data": {"rows": 3, "batches": 1, "truncated": False}}

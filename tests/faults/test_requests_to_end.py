@@ -90,7 +90,8 @@ def last_step(run: Path) -> int:
 @pytest.mark.parametrize(
     ("number", "code", "to", "replicas"),
     [
-        (signal.SIGTERM, 0, "launcher", (1,)),
+        # The quick test of a step's requests is in tests/distributed/test_stop.py, of the lock in test_resume.py.
+        pytest.param(signal.SIGTERM, 0, "launcher", (1,), marks=pytest.mark.faults),
         # As under torchrun, both ranks are signalled at once.
         pytest.param(signal.SIGINT, 130, "all", (1, 1), marks=pytest.mark.faults),
         # As rank 1 asks in an evaluation.

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import socket
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from parallax import cli
 from parallax.common.files import cache_directory
 from parallax.errors import PlanError
 from parallax.model.profiling import measure
@@ -23,11 +20,8 @@ from parallax.plan.profile import ModelProfile
 from parallax.plan.simulation.calibrate import times
 from parallax.run.prepare import PreparedRun
 from parallax.run.processes import together
-from tests.alone import CONTEXT, begin
-from tests.distributed.agent import agents_store
 from tests.distributed.pool import Pool
 from tests.faults.commands import (
-    DONE_SECONDS,
     MODULE,
     NOISE,
     SETTLED,
@@ -47,9 +41,7 @@ from tests.faults.commands import (
 )
 
 
-def test_train_resume_and_ranks_of_torchrun(
-    here: Path, called: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_train_and_resume(here: Path, called: Callable[..., tuple[int, str, str]]) -> None:
     settings = [*TINY, *SETTLED, "trainer.checkpoint_every=2"]
     code, out, err = called("train", *settings, "name=a", "cluster.devices=2", "trainer.steps=4")
     assert (code, err.strip()) == (0, "")
@@ -106,51 +98,6 @@ def test_train_resume_and_ranks_of_torchrun(
         if '"loss"' in line
     ]
     assert steps == [1, 2, 3, 4, 5, 6]
-
-    codes, printed = as_under_torchrun(
-        here, ["train", *settings, "name=b", "trainer.steps=6", "logger=none"]
-    )
-    assert codes == [0, 0], printed
-    assert not [line for line in printed.splitlines() if line.startswith(NOISE)], printed
-    assert printed.count("results: runs/b") == 1
-    check_same_weights(run, Path("runs/b"))
-
-
-def as_under_torchrun(here: Path, arguments: Sequence[str]) -> tuple[list[int | None], str]:
-    """Exit codes of two ranks that begin as torchrun's do, and what they print; forked, they import nothing again."""
-    with agents_store() as port:
-        ranks = [
-            CONTEXT.Process(target=one_of_torchruns, args=(here, port, rank, arguments))
-            for rank in range(2)
-        ]
-        for each in ranks:
-            begin(each)
-        for each in ranks:
-            each.join(DONE_SECONDS)
-            each.kill()
-            each.join()
-    return [each.exitcode for each in ranks], "".join(
-        printed_by(here, rank).read_text() for rank in range(2)
-    )
-
-
-def printed_by(here: Path, rank: int) -> Path:
-    return here.parent / f"printed-by-{rank}"
-
-
-def one_of_torchruns(here: Path, port: int, rank: int, arguments: Sequence[str]) -> None:
-    os.chdir(here)
-    os.environ |= {
-        **{"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"},
-        **{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-        **{"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"},
-        **{"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"},
-    }
-    with printed_by(here, rank).open("w") as printed:
-        for descriptor in (1, 2):
-            os.dup2(printed.fileno(), descriptor)
-        sys.exit(cli.main(arguments))
 
 
 @pytest.mark.faults

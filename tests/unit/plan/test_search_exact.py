@@ -67,6 +67,7 @@ def test_no_plan_beats_the_search_by_its_formula(seed: int) -> None:
         assert candidate.score[0] >= expected * (1 - 2e-6)
 
 
+@pytest.mark.slow  # of the cases, not of the search
 def test_the_cases_above_are_not_all_alike() -> None:
     plans = [
         found.candidates[0].stages for _, found in map(solved, range(CASES)) if found.candidates

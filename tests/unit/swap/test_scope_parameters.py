@@ -48,6 +48,10 @@ from tests.unit.swap_loops import (
 )
 
 
+def tied_gpt() -> nn.Module:
+    return GPT(tied=True)
+
+
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_every_model_is_exact(make: Callable[[], nn.Module], scratch: Path) -> None:
     compare(scratch, make=make, free_bytes=MIB if make in (Convolutions, Recurrent) else 0)
@@ -96,11 +100,17 @@ def test_a_fused_step_divides_the_gradients_by_the_loss_scale(scratch: Path) -> 
     compare(scratch, grad_scaler, optimize=lambda m: adamw(m, fused=True))
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("make", [lambda: GPT(tied=True), FunctionalTie], ids=["gpt", "tie"])
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        *((FunctionalTie, kind) for kind in KINDS),
+        *(pytest.param(tied_gpt, kind, marks=pytest.mark.slow) for kind in KINDS if "late" in kind),
+        *((tied_gpt, kind) for kind in KINDS if "late" not in kind),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
 def test_late_transfers_change_nothing(
-    kind: str, make: Callable[[], nn.Module], scratch: Path
+    make: Callable[[], nn.Module], kind: str, scratch: Path
 ) -> None:
     """Copies that end in any order, as those of an accelerator, and no memory that is freed before they end."""
 
