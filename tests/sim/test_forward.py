@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from parallax.model.profiling import measure as module
 from parallax.model.profiling.measure import measure
 from parallax.plan.cost.forward import forward_plan
 from parallax.plan.plan import Plan
+from parallax.plan.profile import ModelProfile
 from parallax.runtime.batch import TensorRows
 from tests.distributed.pool import Pool
 from tests.plans import described, make_plan
@@ -27,12 +28,12 @@ TIED = GPTConfig(layers=4, hidden=64, heads=4, sequence=32)
 UNTIED = replace(TIED, tied=False)
 
 
-def proved(config: GPTConfig, options: dict[str, Any]) -> Plan:
-    chain = described(config.build)
+@functools.cache
+def measured(config: GPTConfig) -> ModelProfile:
     tokens = torch.zeros(ROWS, config.sequence, dtype=torch.int64)
     rows = TensorRows(tokens, tokens)
-    profile = measure(
-        chain,
+    return measure(
+        described(config.build),
         GPT.loss,
         lambda count: (rows.inputs(0, count), rows.targets(0, count)),
         (1, 2),
@@ -40,9 +41,14 @@ def proved(config: GPTConfig, options: dict[str, Any]) -> Plan:
         precision=PrecisionConfig(),
         minimum_bytes=1,
     )
-    plan = make_plan(chain, global_batch=ROWS, microbatch=2, tier="host", **options)
+
+
+def proved(config: GPTConfig, options: dict[str, Any]) -> Plan:
+    plan = make_plan(
+        described(config.build), global_batch=ROWS, microbatch=2, tier="host", **options
+    )
     # torch's allocator on the simulated device rounds each of some hundred tensors up to 512 bytes.
-    return forward_plan(profile, cluster(plan.world_size, reserve=2**16), plan)
+    return forward_plan(measured(config), cluster(plan.world_size, reserve=2**16), plan)
 
 
 @pytest.mark.parametrize("direct", [False, True], ids=["staged", "direct"])
@@ -66,9 +72,11 @@ def test_outputs_are_a_cpus_within_the_proved_bytes(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(module, "SECONDS_PER_BLOCK", 0.0)
     plan = proved(config, options)
-    job = partial(jobs.forwards, "sim", config, plan, direct=direct)
+    job = functools.partial(jobs.forwards, "sim", config, plan, direct=direct)
     alone = make_plan(described(config.build), global_batch=ROWS, microbatch=2)
-    (on_cpu,) = sim_pool.run(partial(jobs.forwards, "cpu", config, alone, direct=False), 1)
+    (on_cpu,) = sim_pool.run(
+        functools.partial(jobs.forwards, "cpu", config, alone, direct=False), 1
+    )
     rows = 0
     for rank, ran in enumerate(sim_pool.run(job, plan.world_size)):
         error, races, _ = ran["verdict"]

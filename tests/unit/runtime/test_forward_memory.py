@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,6 @@ import pytest
 import torch
 
 from parallax.machine.local import CPU_RESERVE, GAPS, KEPT, THREAD_RESERVE
-from parallax.model.describe import Chain
 from parallax.model.factory.gpt import GPT, GPTConfig
 from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling import measure as module
@@ -50,10 +50,11 @@ def batch() -> TensorRows:
     return TensorRows(tokens[:, :-1], tokens[:, 1:])
 
 
-def measured(chain: Chain) -> ModelProfile:
+@functools.cache
+def measured(config: GPTConfig) -> ModelProfile:
     rows = batch()
     return measure(
-        chain,
+        described(config.build),
         GPT.loss,
         lambda count: (rows.inputs(0, count), rows.targets(0, count)),
         (1, 2, 4),
@@ -96,7 +97,7 @@ def test_no_forward_peaks_above_what_is_proved(
 ) -> None:
     chain = described(config.build)
     plan = make_plan(chain, global_batch=ROWS, microbatch=4, **options)
-    profile, machines = measured(chain), cluster(plan.world_size)
+    profile, machines = measured(config), cluster(plan.world_size)
     proved = forward_plan(profile, machines, plan)
     ranks = pool.run(peak_of, plan.world_size, config, proved, tmp_path / "swap")
     for rank, found in enumerate(ranks):
@@ -139,7 +140,7 @@ def test_no_evaluation_peaks_above_what_its_plan_proves(
     pool: Pool, tmp_path: Path, config: PlanConfig
 ) -> None:
     """With the loss and the metrics, which work on copies of the outputs."""
-    profile, world = measured(described(MODEL.build)), config.ranks or 1
+    profile, world = measured(MODEL), config.ranks or 1
     plan, _ = search(
         profile,
         cluster(world),
@@ -174,9 +175,7 @@ def process_peak(plan: Plan, folder: Path) -> int:
 def proved(plan: Plan, memory: int) -> Plan:
     """On a CPU as it is planned for, with a budget of so many bytes."""
     machine = {"reserve": CPU_RESERVE + THREAD_RESERVE, "gap_share": GAPS, "kept_share": KEPT}
-    return forward_plan(
-        measured(described(LARGE.build)), cluster(1, memory=memory, **machine), plan
-    )
+    return forward_plan(measured(LARGE), cluster(1, memory=memory, **machine), plan)
 
 
 @pytest.mark.parametrize(
