@@ -202,6 +202,7 @@ def test_images_of_a_folder(called: Called, here: Path) -> None:
     assert not Path("out.parquet.skipped.jsonl").exists()
 
 
+@pytest.mark.faults
 def test_lines_of_text_without_their_padding(called: Called, here: Path) -> None:
     train(called, "experiment=tiny", "data.max_bytes=64KiB", *SMALL[:3], "model.sequence=16")
     lines = ["to be", "", "or not to be", "that is the question, is it not"]
