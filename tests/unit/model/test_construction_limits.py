@@ -256,6 +256,21 @@ class Held(nn.Linear):
         self.forward = lambda x: forward(x) * scale  # type: ignore[method-assign]
 
 
+class HeldInList(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        scales, forward = [torch.full((4,), 2.0)], super().forward
+        self.forward = lambda x: forward(x) * scales[0]  # type: ignore[method-assign]
+
+
+class HeldInDict(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        layers, forward = {"scale": nn.Linear(4, 4)}, super().forward
+        self.scale = layers["scale"]
+        self.forward = lambda x: layers["scale"](forward(x))  # type: ignore[method-assign]
+
+
 class Written(nn.Linear):
     """Its values are put there by numpy."""
 
@@ -290,6 +305,8 @@ def one_memory_for_all() -> nn.Module:
     ("factory", "reason"),
     [
         (lambda: nn.Sequential(nn.Linear(4, 4), Held(), nn.Linear(4, 4)), "1.forward holds a"),
+        (lambda: nn.Sequential(nn.Linear(4, 4), HeldInList()), "1.forward holds a"),
+        (lambda: nn.Sequential(nn.Linear(4, 4), HeldInDict()), "1.forward holds a"),
         (lambda: nn.Sequential(nn.Linear(4, 4), Written()), "writes into what numpy"),
         (lambda: nn.Sequential(nn.Linear(4, 4), Sparse()), "makes a tensor of type torch.float32"),
         (one_memory_for_all, "reuses the memory"),

@@ -10,11 +10,12 @@ import pytest
 from parallax.errors import ConfigError
 from parallax.plan.cluster import Cluster, Link
 from parallax.plan.config import PlanConfig
-from parallax.plan.plan import Plan
+from parallax.plan.plan import Directive, Plan, StagePlan
 from parallax.plan.profile import BlockCost, ModelProfile
-from parallax.plan.search.search import search
+from parallax.plan.search.search import describe, search
+from parallax.plan.task import PlanTask
 from tests.unit.plan.searched import check, layers, two_kinds
-from tests.unit.plan_fakes import block, cluster, profile
+from tests.unit.plan_fakes import block, cluster, pipeline, profile
 
 
 def test_five_equal_blocks_on_four_stages_leave_none_empty() -> None:
@@ -215,3 +216,29 @@ def test_uneven_replicas_beat_every_even_plan_where_a_stage_is_twice_as_heavy(
     for even in ({"stages": 1}, {"replicas": 1}):
         other = search(model, machines, PlanConfig(**even), global_batch=24)[1]
         assert forecast.step_seconds < 0.95 * other.step_seconds
+
+
+def test_a_line_names_the_directives_of_training_and_the_parameters_that_forwards_fetch() -> None:
+    kept, moved = Directive.KEEP, Directive.OFFLOAD
+    stages = [
+        StagePlan(start=0, stop=2, replicas=2, directives=(kept, moved), parameter_offload=0.25),
+        StagePlan(start=2, stop=3, replicas=1, directives=(moved,), optimizer_offload=0.5),
+    ]
+    training = pipeline(stages)
+    shape = "1f1b, 2 stage(s) × [2, 1] replica(s), 4 micro-batches of 1"
+    assert describe(training) == (
+        f"{shape}, keep 1, offload 2, up to 50% of optimizer states offloaded"
+    )
+    states = replace(stages[1], optimizer_offload=0.0)
+    forwards = replace(training, stages=(stages[0], states), task=PlanTask.EVALUATION)
+    assert describe(forwards) == f"{shape}, up to 25% of parameters offloaded"
+
+
+def test_states_may_be_sharded_where_a_stage_has_one_replica() -> None:
+    """That stage has nothing to shard. With so many blocks the search is greedy."""
+    config = PlanConfig(stages=2, replicas=[2, 1], shard="optimizer")
+    plan, _ = search(layers(120, parameter_bytes=10**6), cluster(3), config, global_batch=8)
+    assert [(stage.replicas, stage.start, stage.stop) for stage in plan.stages] == [
+        (2, 0, 83),
+        (1, 83, 120),
+    ]

@@ -163,6 +163,10 @@ def test_recipes_use_their_known_properties() -> None:
         AUTOCAST: 16,
         "fp32+fp16 autocast": 16,
     }
+    assert {name: (how.compute, how.cast) for name, how in RECIPES.items()} == {
+        **{"fp32": (4, 0), "tf32": (4, 0), "fp64": (8, 0), "fp16": (2, 0), "bf16": (2, 0)},
+        **{AUTOCAST: (2, 2), "fp32+fp16 autocast": (2, 2)},
+    }
     with pytest.raises(ConfigError, match="did you mean 'bf16'"):
         recipe("bf6")
 

@@ -16,6 +16,7 @@ from parallax.runtime.optim.config import Group, OptimizerConfig, OptimizerFacto
 from parallax.runtime.optim.groups import ParameterGroups, freeze
 from parallax.runtime.optim.kinds.adamw import AdamWConfig
 from parallax.runtime.optim.kinds.custom import CustomOptimizerConfig
+from parallax.runtime.optim.kinds.lion import LionConfig
 from parallax.runtime.optim.kinds.muon import MuonConfig
 from parallax.runtime.optim.kinds.sgd import SGDConfig
 from parallax.swap.optimizer.averaging import AVERAGE
@@ -96,6 +97,12 @@ def test_averages_are_one_more_state_of_any_optimizer(config: OptimizerConfig) -
     one, other = plain.build(named), averaged.build(named)
     assert type(other).__name__ == type(one).__name__
     assert isinstance(other, type(one))
+
+
+@pytest.mark.parametrize("kind", [AdamWConfig, LionConfig, MuonConfig, SGDConfig])
+def test_a_rate_below_zero_is_refused(kind: Callable[..., OptimizerConfig]) -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.lr=-1"):
+        kind(lr=-1.0)
 
 
 def test_every_optimizer_of_torch_is_known() -> None:

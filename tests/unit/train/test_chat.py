@@ -202,6 +202,7 @@ def test_examples_of_all_kinds(example: dict[str, Any], messages: Any) -> None:
         ('{"messages": [{"role": "user", "content": "one"}]}', "no answer of the assistant"),
         ('{"question": "one", "answer": "\\ud800"}', "the chat template does not accept it"),
         ('{"question": "one", "answer": null}', "its keys are question, answer"),
+        ('{"prompt": [], "completion": "two"}', "its keys are prompt, completion"),
     ],
     ids=str,
 )
