@@ -256,19 +256,19 @@ class Held(nn.Linear):
         self.forward = lambda x: forward(x) * scale  # type: ignore[method-assign]
 
 
-class HeldInList(nn.Linear):
+class HeldInList(nn.Module):
     def __init__(self) -> None:
-        super().__init__(4, 4)
-        scales, forward = [torch.full((4,), 2.0)], super().forward
-        self.forward = lambda x: forward(x) * scales[0]  # type: ignore[method-assign]
+        super().__init__()
+        scales = [torch.full((4,), 2.0)]
+        self.forward = lambda x: x * scales[0]
 
 
-class HeldInDict(nn.Linear):
+class HeldInDict(nn.Module):
     def __init__(self) -> None:
-        super().__init__(4, 4)
-        layers, forward = {"scale": nn.Linear(4, 4)}, super().forward
+        super().__init__()
+        layers = {"scale": nn.Linear(4, 4)}
         self.scale = layers["scale"]
-        self.forward = lambda x: layers["scale"](forward(x))  # type: ignore[method-assign]
+        self.forward = lambda x: layers["scale"](x)
 
 
 class Written(nn.Linear):
