@@ -278,7 +278,13 @@ def _read(config: RunConfig, source: Any, rows: int | None, work: LongWork) -> R
             batch = source.batch(request)
         except StopIteration:
             break
-        inputs, targets = batch.inputs(0, len(batch)), batch.targets(0, len(batch))
+        inputs, targets = (
+            as_tensors(part, values, len(batch), torch.float32)
+            for part, values in (
+                (INPUTS, batch.inputs(0, len(batch))),
+                (TARGETS, batch.targets(0, len(batch))),
+            )
+        )
         if rows is None or count < rows:  # the first epoch has fewer
             lengths += (_counted(targets) or _counted(inputs))[
                 : None if rows is None else rows - count

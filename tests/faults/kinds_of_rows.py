@@ -82,6 +82,14 @@ def tokenized(folder: Path) -> list[str]:
     return [*text(folder), f"data.tokenizer={save(Path('tokenizer'))}"]
 
 
+def lines(folder: Path) -> list[str]:
+    settings = tokenized(folder)
+    draw = np.random.default_rng(1)
+    rows = [" ".join(draw.choice(_WORDS, 8 + row % 9)) for row in range(ROWS)]
+    (folder / "0.txt").write_text("\n\n".join(rows), encoding="utf-8")
+    return [*settings, "data.pattern=0.txt", "data.documents=lines", "model.verify=false"]
+
+
 def tokens(folder: Path) -> list[str]:
     folder.mkdir()
     draw = np.random.default_rng(0)
@@ -127,6 +135,10 @@ def shards(folder: Path) -> list[str]:
     return ["data=shards", f"data.path={folder}", "data.size=8", "data.flip=true"]
 
 
+def shards_in_memory(folder: Path) -> list[str]:
+    return [*shards(folder), "data.in_memory=true", "data.crop=random"]
+
+
 def parquet(folder: Path) -> list[str]:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -136,6 +148,17 @@ def parquet(folder: Path) -> list[str]:
     for part, rows in enumerate((slice(0, 10), slice(10, ROWS))):
         columns = {"x": list(values[rows]), "y": np.arange(ROWS)[rows]}
         pq.write_table(pa.table(columns), folder / f"{part}.parquet", row_group_size=4)
+    return ["data=parquet", f"data.path={folder}", "data.inputs=x"]
+
+
+def arrow(folder: Path) -> list[str]:
+    import pyarrow as pa
+
+    folder.mkdir()
+    values = np.random.default_rng(0).normal(size=(ROWS, 3))
+    rows = pa.table({"x": list(values), "y": np.arange(ROWS)})
+    with pa.ipc.new_file(folder / "rows.arrow", rows.schema) as file:
+        file.write_table(rows, max_chunksize=5)
     return ["data=parquet", f"data.path={folder}", "data.inputs=x"]
 
 
@@ -169,6 +192,10 @@ def augmented() -> Any:
     return datasets.Augmented(ROWS)
 
 
+def mixing() -> Any:
+    return datasets.mixing(ROWS)
+
+
 def stateful() -> Any:
     return datasets.Numbers(ROWS)
 
@@ -188,19 +215,26 @@ def hugging_face_iterable() -> Any:
 KINDS: dict[str, Callable[[Path], list[str]]] = {
     "bytes of text": text,
     "text": tokenized,
+    "lines of text": lines,
     "tokens": tokens,
     "chat": chat,
     "images": images,
     "shards": shards,
+    "shards in memory": shards_in_memory,
     "parquet": parquet,
+    "arrow": arrow,
     "arrays": arrays,
     "audio": audio,
     "dataset": of_dataset("augmented"),
+    "dataset mixed in collating": of_dataset("mixing"),
     "iterable with a state": of_dataset("stateful"),
     "iterable": of_dataset("stateless"),
     "Hugging Face": of_dataset("hugging_face"),
     "Hugging Face iterable": of_dataset("hugging_face_iterable", "data.inputs=x"),
 }
 """Writes the rows of a kind into a folder and returns the settings that read them, by the name of the kind."""
-DRAWING = {"images", "shards", "audio", "dataset", "iterable", "Hugging Face"}
+DRAWING = {
+    *("images", "shards", "shards in memory", "audio", "dataset", "dataset mixed in collating"),
+    *("iterable", "Hugging Face"),
+}
 """Kinds whose rows differ between epochs, because random numbers are drawn for them."""

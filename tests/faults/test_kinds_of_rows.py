@@ -20,7 +20,10 @@ from tests.faults.kinds_of_rows import DRAWING, KINDS, digests
 from tests.results import read_metrics
 
 Called = Callable[..., tuple[int, str, str]]
-NEEDS = {"text": "tokenizers", "chat": "transformers", "parquet": "pyarrow", "audio": "soundfile"}
+NEEDS = {
+    **{"text": "tokenizers", "lines of text": "tokenizers", "chat": "transformers"},
+    **{"parquet": "pyarrow", "arrow": "pyarrow", "audio": "soundfile"},
+}
 BATCH, STEPS = 6, 16
 SETTINGS = [
     *("model=custom", "model.target=tests.faults.kinds_of_rows:Digests"),

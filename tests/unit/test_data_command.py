@@ -133,6 +133,21 @@ def test_arrays_are_shown_with_ranges(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert set(found["reading"]["parts"]) == {"read"}
 
 
+def test_arrays_of_another_byte_order_are_shown(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = np.asfortranarray(np.arange(40.0).reshape(10, 4)).astype(">f4")
+    np.savez(tmp_path / "rows.npz", x=rows, y=np.arange(10, dtype=">i2"))
+    shown = [
+        "data=arrays",
+        f"data.path={tmp_path}/rows.npz",
+        "data.validation=0",
+        "data.shuffle=false",
+    ]
+    assert cli.main(["data", *shown]) == 0
+    assert "row 2   inputs: 4 5 6 7" in capfd.readouterr().out
+
+
 def test_ignored_targets_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
     typed = ["data=dataset", f"data.target={HERE}:Padded", "data.validation=0"]
     found = as_json(capfd, *typed, "data.last_batch=drop", "trainer.global_batch=15")

@@ -172,8 +172,13 @@ def _of_file(path: Path) -> Openers:
 
 def _of_npy(root: Path, name: str) -> Mapped:
     path = inside(root, f"{name}.npy", "data.inputs, data.targets")
-    with path.open("rb") as file:
-        return Mapped(_mapped_npy(file, path, path.stat().st_size, printable(str(path))))
+    try:
+        with path.open("rb") as file:
+            return Mapped(_mapped_npy(file, path, path.stat().st_size, printable(str(path))))
+    except OSError as error:
+        raise DataError(
+            f"{printable(str(path))}: it cannot be read ({error.strerror}); make it readable"
+        ) from error
 
 
 def _mapped_npy(file: BinaryIO, path: Path, end: int, where: str) -> Array:

@@ -23,9 +23,9 @@ from parallax.model.source import ModelConfig
 from parallax.plan.tier import AUTO
 from parallax.train.data.columns import Array
 from parallax.train.data.indexed import IndexedDataConfig
-from parallax.train.data.labels import labelled_files
+from parallax.train.data.labels import labelled_files, numbered
 from parallax.train.data.order import Numbers, Seeds, mixed
-from parallax.train.data.paths import data_path, inside
+from parallax.train.data.paths import data_path, found_file, inside
 from parallax.train.data.table import INPUTS, TARGETS, Table, Values, timed
 
 _WINDOWS = ("random", "first")
@@ -205,12 +205,18 @@ def _of_folder(root: Path) -> Clips:
         _check_folder(root, folder)
         for where, folders, files in os.walk(root / folder, onerror=_unreadable):
             folders.sort()
+            for name in folders:
+                if Path(where, name).is_symlink():
+                    raise DataError(
+                        f"data.path: the link {printable(str(Path(where, name)))} leads to a folder, and links to "
+                        "folders are not followed; copy the folder"
+                    )
             for file in sorted(files):
                 path = Path(where, file)
                 if path.suffix.lower() in suffixes and not file.startswith("."):
                     name = path.relative_to(root).as_posix()
                     if path.is_symlink() or not path.is_file():
-                        inside(root, name, "data.path")
+                        found_file(root, name, "data.path")
                     names.append(name)
                     labels.append(label)
     return Clips(root, names, np.array(labels, dtype=np.int64), tuple(classes))
@@ -239,21 +245,7 @@ def _of_csv(table: Path) -> Clips:
         inside(table.parent, name, f"{printable(str(table))}: line {line}")
         names.append(name)
         labels.append(label)
-    return Clips(table.parent, names, *_numbered(labels))
-
-
-def _numbered(labels: list[str]) -> tuple[Array, tuple[str, ...] | None]:
-    """Return the labels as numbers, and the class names; None instead of names if all labels are numbers already."""
-    for dtype in (np.int64, np.float32):
-        try:
-            found = np.array(labels, dtype=dtype)
-        except (ValueError, OverflowError):
-            continue
-        if np.isfinite(found).all():
-            return found, None
-    classes = sorted(set(labels))
-    numbers = {name: number for number, name in enumerate(classes)}
-    return np.array([numbers[label] for label in labels], dtype=np.int64), tuple(classes)
+    return Clips(table.parent, names, *numbered(labels))
 
 
 def _opened(path: Path) -> Any:
@@ -267,7 +259,7 @@ def _opened(path: Path) -> Any:
             raise DataError(
                 f"{printable(str(path))}: it ends after {size:,} of {promised:,} bytes; copy it again, or remove it"
             )
-        return _soundfile().SoundFile(path)
+        return _soundfile().SoundFile(os.fsencode(path))  # any name, also one that is no text
     except (RuntimeError, OSError, TypeError, UnicodeError) as error:
         raise DataError(
             f"{printable(str(path))}: it cannot be read as sound ({printable(str(error))}); remove or replace it"

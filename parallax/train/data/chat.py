@@ -24,7 +24,7 @@ from parallax.errors import ConfigError, DataError, check_choice, printable
 from parallax.model.source import ModelConfig
 from parallax.plan.tier import AUTO
 from parallax.train.data.indexed import IndexedDataConfig
-from parallax.train.data.paths import data_path
+from parallax.train.data.paths import data_path, files_below
 from parallax.train.data.progress import progress
 from parallax.train.data.source import Shapes
 from parallax.train.data.table import Table
@@ -290,9 +290,8 @@ def marked(ids: list[int], offsets: Spans, spans: Spans) -> NDArray[np.int64]:
 def _find(path: Path, text: str) -> list[Path]:
     """Return the conversation files: ``path`` itself, or the files in this folder, sorted."""
     if path.is_dir():
-        found = sorted(
-            each for each in path.rglob("*") if each.suffix in _SUFFIXES and each.is_file()
-        )
+        label = f"data.path={printable(text)}"
+        found = sorted(path / each for each in files_below(path, _SUFFIXES, label))
     else:
         found = [path] if path.suffix in _SUFFIXES else []
     if not found:

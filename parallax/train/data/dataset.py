@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import numpy as np
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -25,15 +25,19 @@ from parallax.plan.tier import AUTO
 from parallax.train.data.indexed import IndexedDataConfig
 from parallax.train.data.order import Numbers, Seeds
 from parallax.train.data.source import Source, seed_generators
-from parallax.train.data.stream import StreamSource
+from parallax.train.data.stream import StreamSource, has_state
 from parallax.train.data.table import (
     INPUTS,
     TARGETS,
     Table,
     Values,
     digest_of,
+    draws_numbers,
+    host_states,
     own_generators,
+    placed,
     seed_all,
+    seed_torch,
     timed,
 )
 
@@ -117,6 +121,11 @@ class DatasetDataConfig(IndexedDataConfig):
         return Split(self.label, inputs, self.targets, keep=model.name == "huggingface")
 
     def _stream(self, found: Any, collate: Collate, model: ModelConfig) -> Source:
+        if isinstance(found, Iterator) and not has_state(found):
+            raise ConfigError(
+                f"{self.label} returned a {type(found).__name__}, which can be read once alone: return an object whose "
+                "__iter__ begins anew (a class with `def __iter__(self): yield ...`)"
+            )
         if not isinstance(self.validation, Mapping) and self.validation not in (AUTO, 0):
             raise ConfigError(
                 f"data.validation={self.validation}: a share of an iterable dataset cannot be held out; give held-out "
@@ -146,6 +155,8 @@ class Split:
     keep: bool
 
     def __call__(self, batch: Any) -> Values:
+        if is_dataclass(batch) and not isinstance(batch, Mapping):
+            batch = {each.name: getattr(batch, each.name) for each in fields(batch)}
         if isinstance(batch, Mapping):
             return self._of_mapping(batch)
         if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) >= 2:
@@ -153,7 +164,7 @@ class Split:
             return {INPUTS: inputs[0] if len(inputs) == 1 else tuple(inputs), TARGETS: targets}
         raise DataError(
             f"{self.label}: an example must be a pair (inputs, targets), a longer tuple with the targets last, or a "
-            f"mapping, and a batch of them is a {type(batch).__name__}"
+            f"mapping or dataclass, and a batch of them is a {type(batch).__name__}"
         )
 
     def _of_mapping(self, batch: Mapping[str, Any]) -> Values:
@@ -175,8 +186,21 @@ class Split:
         return {INPUTS: {each: batch[each] for each in wanted}, TARGETS: batch[key]}
 
 
+_WHOLE_BATCHES = (
+    "{}: its collate function draws random numbers, so each rank reads all rows of a step and takes its own of them; "
+    "draw in __getitem__ to read fewer"
+)
+
+
+_CHECKED_ROWS = 8  # of fewer rows, a check of the generators costs more than seeding them
+
+
 class DatasetTable:
-    """The collated examples of a map-style dataset."""
+    """The collated examples of a map-style dataset.
+
+    ``whole_batches``: whether the collate function draws random numbers. Then a row depends on the others of its batch,
+    and the global batch is collated as a whole, so that rows do not depend on the micro-batches.
+    """
 
     whole = True
 
@@ -193,7 +217,13 @@ class DatasetTable:
             raise DataError(f"{label}: the dataset has no rows")
         # Hugging Face's read many rows at once, and without a transform draw nothing.
         kind = getattr(dataset, "_format_type", "custom")
+        self._row = dataset.__getitem__
+        if getattr(type(dataset), "__getitem__", None) is Dataset.__getitem__:  # which is abstract
+            self._row = lambda row: dataset.__getitems__([row])[0]
         self._at_once = kind != "custom" and hasattr(dataset, "__getitems__")
+        self._draws = False  # whether a row has drawn from the generators of Python or numpy
+        self.whole_batches = collate is not default_collate and self._collate_draws()
+        self.remarks = [_WHOLE_BATCHES.format(label)] if self.whole_batches else []
         self.fingerprint = self._identified()
 
     def __len__(self) -> int:
@@ -210,14 +240,33 @@ class DatasetTable:
     def _examples(self, rows: Numbers, seeds: Seeds) -> list[Any]:
         if self._at_once:
             return list(self._dataset.__getitems__(rows.tolist()))
+        if not self._draws and len(rows) >= _CHECKED_ROWS:
+            # Seeding the generators of Python and numpy takes most of the time. If their states are the same after all
+            # rows, no row has drawn from them.
+            seed_all(0)
+            before = host_states()
+            found = self._seeded(rows, seeds, seed_torch)
+            if host_states() == before:
+                return found
+            self._draws = True
+        return self._seeded(rows, seeds, seed_all)
+
+    def _seeded(self, rows: Numbers, seeds: Seeds, seed_row: Callable[[int], None]) -> list[Any]:
         found = []
         for row, seed in zip(rows.tolist(), seeds.tolist()):
-            seed_all(seed)
+            seed_row(seed)
             try:
-                found.append(self._dataset[row])
+                found.append(self._row(row))
             except Exception as error:
                 raise DataError(f"{self._label}: row {row}: {placed(error)}") from error
         return found
+
+    def _collate_draws(self) -> bool:
+        """Return whether a batch of three rows draws random numbers, as MixUp and random masks do."""
+        rows = np.unique([0, self._rows // 2, self._rows - 1])
+        with own_generators():
+            examples = self._examples(rows, rows.astype(np.uint64))
+        return draws_numbers(self._collate, examples)
 
     def _collated(self, examples: list[Any], rows: Numbers) -> Any:
         try:
@@ -248,13 +297,6 @@ class DatasetTable:
                 )
             found += f"-{one:08x}"
         return found
-
-
-def placed(error: Exception) -> str:
-    """Return the class, message and source line of an error in the user's code."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    text = (str(error).splitlines() or [""])[0]
-    return printable(f"{type(error).__name__}: {text} ({frame.filename}:{frame.lineno})")
 
 
 def _is_iterable_only(found: Any) -> bool:

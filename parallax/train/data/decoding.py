@@ -19,12 +19,11 @@ from parallax.common.units import parse_bytes
 from parallax.errors import ConfigError, DataError, check_choice, check_positive, printable
 from parallax.model.source import ModelConfig
 from parallax.plan.tier import AUTO
-from parallax.train.data.dataset import placed
 from parallax.train.data.indexed import IndexedDataConfig
 from parallax.train.data.order import Seeds
 from parallax.train.data.source import Shapes
 from parallax.train.data.stored import Encoded
-from parallax.train.data.table import Table, own_generators, seed_all, timed
+from parallax.train.data.table import Table, own_generators, placed, seed_all, timed
 
 if TYPE_CHECKING:
     from PIL.Image import Image

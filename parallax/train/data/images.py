@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import re
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,10 +21,11 @@ from parallax.model.source import ModelConfig
 from parallax.train.data.checking import sound_items
 from parallax.train.data.decoding import SKIP, SUFFIXES, ImageDataConfig, ImageDecoder
 from parallax.train.data.index import Index, NameList, Names, cached, integers
-from parallax.train.data.labels import labelled_files
+from parallax.train.data.labels import labelled_files, numbered
 from parallax.train.data.order import Numbers, Seeds
-from parallax.train.data.paths import data_path, inside
+from parallax.train.data.paths import check_folder_link, data_path, found_file, inside
 from parallax.train.data.progress import progress
+from parallax.train.data.source import Shapes
 from parallax.train.data.stored import Encoded, EncodedStore, InMemory
 from parallax.train.data.table import INPUTS, TARGETS, Table, Values, timed
 
@@ -41,7 +41,8 @@ class ImagesDataConfig(ImageDataConfig):
     ``path``: a folder with a subfolder for each class, which may have subfolders of its own. The label is the index of
     the class among the sorted class names. Names that start with a dot and files without an image suffix are skipped.
     ``labels``: a CSV file with a header and the columns ``path``, relative to the folder, and ``label``. Labels are
-    integers, or names that are numbered in sorted order. Held-out sets use the class numbers of the training rows.
+    numbers, float32 unless all are whole, or names that are numbered in sorted order. Held-out sets use the class
+    numbers of the training rows.
     """
 
     name: str = "images"
@@ -51,6 +52,9 @@ class ImagesDataConfig(ImageDataConfig):
     @property
     def label(self) -> str:
         return f"data.path={printable(self.path)}"
+
+    def shapes(self, model: ModelConfig) -> Shapes | None:
+        return None if self.labels else super().shapes(model)  # labels may be whole or not
 
     def tables(self, model: ModelConfig, *, quiet: bool = True) -> tuple[Table, dict[str, Table]]:
         training, held_out = super().tables(model, quiet=quiet)
@@ -311,12 +315,11 @@ def _entries(root: Path, folder: str, label: str) -> tuple[list[str], list[_Imag
                 if entry.name.startswith("."):
                     continue
                 if entry.is_dir():
-                    if entry.is_symlink():
-                        _check_link(root, name, label)
+                    check_folder_link(root, name, label)
                     folders.append(entry.name)
                 elif entry.name.lower().endswith(_ENDS):
                     if entry.is_symlink() or not entry.is_file():
-                        inside(root, name, label)
+                        found_file(root, name, label)
                     images.append((name, entry.stat()))
     except OSError as error:
         raise DataError(
@@ -324,15 +327,6 @@ def _entries(root: Path, folder: str, label: str) -> tuple[list[str], list[_Imag
             "readable"
         ) from error
     return folders, images
-
-
-def _check_link(root: Path, name: str, label: str) -> None:
-    real = (root / name).resolve()
-    if not real.is_relative_to(root.resolve()):
-        raise DataError(
-            f"{label}: the link {printable(name)} leads to {printable(str(real))}, outside of the data's folder; copy "
-            "the folder, or name its own place"
-        )
 
 
 # ------------------------------------------------------------------------------------------------ table
@@ -349,11 +343,9 @@ def index_table(root: Path, table: Path, *, quiet: bool) -> Index:
             texts.append(text)
     if not texts:
         raise DataError(f"{where}: it has no rows below its header")
-    numbers = all(re.fullmatch(r"[0-9]{1,18}", each) for each in texts)
-    classes = [] if numbers else sorted(set(texts))
-    known = {each: number for number, each in enumerate(classes)}
-    found.labels = array("q", (int(each) if numbers else known[each] for each in texts))
-    return found.index({"classes": [os.fsencode(each).hex() for each in classes]})
+    labels, classes = numbered(texts)
+    notes = {"classes": [os.fsencode(each).hex() for each in classes or ()]}
+    return found.index(notes, labels=labels)
 
 
 # ------------------------------------------------------------------------------------------------- rows

@@ -6,7 +6,10 @@ import csv
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
 
 from parallax.errors import DataError, printable
 
@@ -37,6 +40,20 @@ def labelled_files(table: Path) -> Iterator[tuple[int, str, str]]:
                 yield reader.line_num, name, text
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{where}: it is no CSV file of UTF-8 ({printable(str(error))})") from error
+
+
+def numbered(labels: list[str]) -> tuple[NDArray[Any], tuple[str, ...] | None]:
+    """Return labels as numbers, and the class names; None instead of names if all labels are numbers already."""
+    for dtype in (np.int64, np.float32):
+        try:
+            found = np.array(labels, dtype=dtype)
+        except (ValueError, OverflowError):
+            continue
+        if np.isfinite(found).all():
+            return found, None
+    classes = sorted(set(labels))
+    numbers = {name: number for number, name in enumerate(classes)}
+    return np.array([numbers[label] for label in labels], dtype=np.int64), tuple(classes)
 
 
 def _lines(file: TextIO, where: str) -> Iterator[str]:

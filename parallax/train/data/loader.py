@@ -16,7 +16,15 @@ from torch import Tensor
 
 from parallax.model.block import leaves
 from parallax.train.data.order import Taken
-from parallax.train.data.table import BOTH, INPUTS, TARGETS, Table, Values, taken_seconds
+from parallax.train.data.table import (
+    BOTH,
+    INPUTS,
+    TARGETS,
+    Table,
+    Values,
+    rows_of,
+    taken_seconds,
+)
 from parallax.train.data.workers import RowRequest, Workers, read
 
 _MOST_REQUESTS = 64  # ahead
@@ -30,7 +38,8 @@ class Loader:
     """Reads batches of one table on request and, if there are ``workers``, prefetches them.
 
     Prefetched rows use at most ``limit`` bytes, or the bytes of one request if these are more. ``seconds``: part of
-    reading → seconds, summed over all processes.
+    reading → seconds, summed over all processes. ``whole_batches``: of a table whose rows depend on the other rows of
+    their batch, each request reads the batch as a whole.
     """
 
     def __init__(
@@ -51,6 +60,7 @@ class Loader:
         self._cursor = 1, 0  # the next request to make: batch from now, place in the pattern
         self._request_bytes = 0
         self.turn = 0  # the number of the present batch
+        self.whole_batches = getattr(table, "whole_batches", False)
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def batch(self, taken: Taken, coming: Callable[[], Iterator[Taken]]) -> LoadedRows:
@@ -189,8 +199,10 @@ class LoadedRows:
         return self._get(start, stop, part)
 
     def _get(self, start: int, stop: int, part: str) -> Any:
-        span = start, min(stop, len(self))
-        return self._loader.get(self, self._taken, span, part)
+        rows, stop = len(self), min(stop, len(self))
+        if not self._loader.whole_batches:
+            return self._loader.get(self, self._taken, (start, stop), part)
+        return rows_of(self._loader.get(self, self._taken, (0, rows), part), rows, start, stop)
 
 
 def _same(one: Taken, other: Taken) -> bool:

@@ -24,10 +24,10 @@ from parallax.common.units import format_bytes, parse_bytes
 from parallax.errors import ConfigError, DataError, printable
 from parallax.model.source import ModelConfig
 from parallax.plan.tier import AUTO
-from parallax.train.data.columns import Array, Columns
+from parallax.train.data.columns import Array, Columns, listed
 from parallax.train.data.indexed import IndexedDataConfig
 from parallax.train.data.order import Numbers, Seeds
-from parallax.train.data.paths import data_path, inside
+from parallax.train.data.paths import data_path, files_below, found_file
 from parallax.train.data.table import INPUTS, Table, Values, timed
 
 _SUFFIXES = (".parquet", ".pq", ".arrow", ".feather", ".ipc")
@@ -45,9 +45,9 @@ class ParquetDataConfig(IndexedDataConfig):
     ``path``: a file; a folder, whose .parquet, .pq, .arrow, .feather and .ipc files are read in the order of their
     names; or a pattern such as ``rows/train-*.parquet``. ``inputs``, ``targets``: the columns for the model and for the
     loss. A list of names is passed to the model as keyword arguments. With auto, the targets are the first of labels,
-    label, targets, target and y that exists, and the inputs are all other columns. ``stack``: combine the input columns
-    into one float32 tensor of shape (rows, columns). ``cache``: the maximum bytes of decoded row groups in each
-    process.
+    label, targets, target and y that exists, and the inputs are all other columns but the index of pandas. ``stack``:
+    combine the input columns into one float32 tensor of shape (rows, columns). ``cache``: the maximum bytes of decoded
+    row groups in each process.
     """
 
     name: str = "parquet"
@@ -78,7 +78,10 @@ class ParquetDataConfig(IndexedDataConfig):
                 f"{self.label}: there is no file; accepted are a file, a folder with {', '.join(_SUFFIXES)} files, and "
                 "a pattern such as rows/train-*.parquet"
             )
-        known = _open(paths[0]).schema.names
+        schema = _open(paths[0]).schema
+        named = {*listed(self.inputs), *listed(self.targets)}
+        left_out = _index_columns(schema) - named
+        known = [each for each in schema.names if each not in left_out]
         by_name = model.name == "huggingface"
         columns = choose(self.label, known, self.inputs, self.targets, by_name=by_name)
         limit = parse_bytes(self.cache, "data.cache")
@@ -194,7 +197,7 @@ class ParquetTable:
                 length = file.values_per_row(number, name)
                 if lengths.setdefault(name, length) != length or not length.is_integer():
                     self._values(0, name)
-                    self._values(group, name)
+                    length = self._values(group, name).size / file.rows[number]
                 kind, _ = _leaf(file.schema.field(name).type)
                 size += length * file.rows[number] * kind.bit_width / 8
         return int(size)
@@ -396,19 +399,15 @@ def _paths(text: str) -> Iterator[Path]:
         place = next(index for index, part in enumerate(parts) if glob.has_magic(part))
         root = Path(*parts[:place])
         names = glob.glob(str(Path(*parts[place:])), root_dir=root, recursive=True)
-        names = [name for name in names if (root / name).is_file()]
+        names = [name for name in names if not (root / name).is_dir()]
     else:
         root = data_path("data.path", text)
         if not root.is_dir():
             yield root
             return
-        names = []
-        for folder, folders, files in os.walk(root):
-            folders[:] = [each for each in folders if not each.startswith((".", "_"))]
-            where = Path(folder).relative_to(root)
-            names += [(where / each).as_posix() for each in files if each.endswith(_SUFFIXES)]
+        names = files_below(root, _SUFFIXES, f"data.path={printable(text)}", hidden=(".", "_"))
     for name in sorted(names):
-        yield inside(root, name, f"data.path={printable(text)}")
+        yield found_file(root, name, f"data.path={printable(text)}")
 
 
 def _digest(path: Path, digest: int) -> int:
@@ -449,6 +448,12 @@ def _kind(file: _File, name: str) -> str:
             "name other columns (data.inputs, data.targets), or convert it to numbers first"
         )
     return "list of " * depth + str(kind)
+
+
+def _index_columns(schema: Any) -> set[str]:
+    """Return the columns that pandas wrote for the index of a frame, which numbers or names the rows."""
+    found = (schema.pandas_metadata or {}).get("index_columns", ())
+    return {each for each in found if isinstance(each, str)}
 
 
 def _leaf(kind: Any) -> tuple[Any, int]:

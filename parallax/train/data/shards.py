@@ -261,7 +261,8 @@ class Members:
 
 
 class ShardTable:
-    """Rows of samples. ``items``: the members that hold the inputs and targets of each row."""
+    """A table of rows read from tar files. ``items``: for inputs and for targets, the index of the archive member of
+    each row."""
 
     whole = False
 

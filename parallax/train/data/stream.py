@@ -14,12 +14,13 @@ import copy
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from parallax.errors import CheckpointError, DataError
+from parallax.errors import CheckpointError, DataError, UserError
 from parallax.runtime.batch import Rows
 from parallax.train.data.indexed import HeldOutSets, IndexedSource
 from parallax.train.data.order import mixed
@@ -29,32 +30,53 @@ from parallax.train.data.table import (
     Table,
     Values,
     digest_of,
+    draws_numbers,
     own_generators,
+    placed,
+    rows_of,
     seed_all,
 )
 
 logger = logging.getLogger("parallax")
 
 _END = object()
+_PROBED_ROWS = 3
+
+
+def has_state(dataset: Any) -> bool:
+    """Return whether an iterable dataset saves and restores its position."""
+    return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 class StreamRows:
-    """A batch of examples in memory. Only the requested rows are collated."""
+    """A batch of examples in memory. Only the requested rows are collated, or, with ``as_whole``, all rows."""
 
     def __init__(
-        self, examples: list[Any], collate: Callable[[list[Any]], Values], first: int
+        self,
+        examples: list[Any],
+        collate: Callable[[list[Any]], Values],
+        first: int,
+        *,
+        as_whole: bool,
     ) -> None:
         self._examples, self._collate, self._first = examples, collate, first
+        self._as_whole = as_whole
         self._found: tuple[int, int, Values] | None = None
 
     def __len__(self) -> int:
         return len(self._examples)
 
     def inputs(self, start: int, stop: int) -> Any:
-        return self._values(start, stop)[INPUTS]
+        return self._part(start, stop, INPUTS)
 
     def targets(self, start: int, stop: int) -> Any:
-        return self._values(start, stop)[TARGETS]
+        return self._part(start, stop, TARGETS)
+
+    def _part(self, start: int, stop: int, part: str) -> Any:
+        if not self._as_whole:
+            return self._values(start, stop)[part]
+        rows = len(self)
+        return rows_of(self._values(0, rows)[part], rows, start, stop)
 
     def _values(self, start: int, stop: int) -> Values:
         if self._found is None or self._found[:2] != (start, stop):
@@ -77,10 +99,9 @@ class StreamSource(HeldOutSets):
         label: str,
     ) -> None:
         self._dataset, self._label = dataset, label
-        self._collate = lambda examples: split(collate(examples))
-        self._has_state = all(
-            callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")
-        )
+        self._collate = partial(self._collated, collate, split)
+        self._as_whole: bool | None = None  # whether collating draws random numbers
+        self._has_state = has_state(dataset)
         self._start = self._state()
         self._epoch, self._taken = 0, 0  # rows of the epoch so far
         self._iterator: Iterator[Any] | None = None
@@ -92,13 +113,13 @@ class StreamSource(HeldOutSets):
     def batch(self, rows: int) -> Rows:
         """Return the next ``rows`` rows."""
         self._before = self._place()
-        self._last = StreamRows(self._read(rows), self._collate, self._before["taken"])
+        self._last = self._rows(rows, self._before["taken"])
         return self._last
 
     def sample(self, rows: int) -> Rows:
         """Return the first ``rows`` rows without advancing, for measuring and planning."""
         assert self._last is None, "rows have been taken"
-        found = StreamRows(self._read(rows), self._collate, 0)
+        found = self._rows(rows, 0)
         self._go_to({"epoch": 0, "taken": 0, "dataset": self._start})
         return found
 
@@ -126,13 +147,40 @@ class StreamSource(HeldOutSets):
                 "its data and settings, and let it draw from the generators of torch, numpy and random alone"
             )
 
+    def _rows(self, rows: int, first: int) -> StreamRows:
+        examples = self._read(rows)
+        if self._as_whole is None:
+            self._as_whole = draws_numbers(self._collate, examples[:_PROBED_ROWS])
+        return StreamRows(examples, self._collate, first, as_whole=self._as_whole)
+
+    def _collated(
+        self,
+        collate: Callable[[list[Any]], Any],
+        split: Callable[[Any], Values],
+        examples: list[Any],
+    ) -> Values:
+        with self._named("its rows do not make a batch"):
+            batch = collate(examples)
+        return split(batch)
+
+    @contextlib.contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """A context that converts errors of the user's dataset to :class:`DataError`."""
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            raise DataError(f"{self._label}: {what}: {placed(error)}") from error
+
     def _read(self, rows: int) -> list[Any]:
         found: list[Any] = []
         with self._own_generators():
             while len(found) < rows:
-                if self._iterator is None:
-                    self._iterator = iter(self._dataset)
-                example = next(self._iterator, _END)
+                with self._named(f"row {self._taken} of epoch {self._epoch}"):
+                    if self._iterator is None:
+                        self._iterator = iter(self._dataset)
+                    example = next(self._iterator, _END)
                 if example is not _END:
                     found.append(example)
                     self._taken += 1
@@ -148,11 +196,13 @@ class StreamSource(HeldOutSets):
         if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
             set_epoch(self._epoch)
         if self._has_state:
-            self._dataset.load_state_dict(copy.deepcopy(place["dataset"]))
+            with self._named("its load_state_dict does not take what its state_dict gave"):
+                self._dataset.load_state_dict(copy.deepcopy(place["dataset"]))
         self._iterator = self._generators = None
 
     def _state(self) -> Any:
-        return copy.deepcopy(self._dataset.state_dict()) if self._has_state else None
+        with self._named("its state_dict"):
+            return copy.deepcopy(self._dataset.state_dict()) if self._has_state else None
 
     def _place(self) -> dict[str, Any]:
         return {"epoch": self._epoch, "taken": self._taken, "dataset": self._state()}

@@ -10,16 +10,18 @@ from __future__ import annotations
 import contextlib
 import random
 import time
+import traceback
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from parallax.model.block import leaves
+from parallax.errors import printable
+from parallax.model.block import leaves, transform
 from parallax.runtime.checkpoint.checksums import checksum
 from parallax.train.data.order import Numbers, Seeds
 
@@ -106,7 +108,45 @@ def seed_all(seed: int) -> None:
     """Seed the global generators of Python, numpy and torch's CPU for one row."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002
+    seed_torch(seed)
+
+
+def seed_torch(seed: int) -> None:
+    """Seed the global generator of torch's CPU for one row."""
     torch.default_generator.manual_seed(seed >> 1)
+
+
+def host_states() -> tuple[Any, ...]:
+    """Return the states of the global generators of Python and numpy. Equal states are equal tuples."""
+    arrays: Any = np.random.get_bit_generator().state  # type: ignore[attr-defined]
+    return random.getstate(), arrays["state"]["pos"], arrays["state"]["key"].tobytes()
+
+
+def placed(error: Exception) -> str:
+    """Return the class, message and source line of an error in the user's code."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = (str(error).splitlines() or [""])[0]
+    return printable(f"{type(error).__name__}: {text} ({frame.filename}:{frame.lineno})")
+
+
+def draws_numbers(function: Callable[..., Any], *given: Any) -> bool:
+    """Return whether ``function``, called with ``given``, draws from the global generators. Its errors are ignored."""
+    with own_generators():
+        seed_all(0)
+        before = *host_states(), torch.get_rng_state().tolist()
+        with contextlib.suppress(Exception):
+            function(*given)
+        return (*host_states(), torch.get_rng_state().tolist()) != before
+
+
+def rows_of(values: Any, rows: int, start: int, stop: int) -> Any:
+    """Return the rows ``start`` to ``stop`` - 1 of nested tensors and arrays of ``rows`` rows. Other values stay."""
+
+    def part(value: Any) -> Any:
+        has_rows = isinstance(value, Tensor | np.ndarray) and value.ndim and len(value) == rows
+        return value[start:stop] if has_rows else value
+
+    return transform(values, part, (Tensor, np.ndarray))
 
 
 def digest_of(values: Any) -> int:

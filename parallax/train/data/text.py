@@ -26,7 +26,7 @@ from parallax.model.source import BYTES, ModelConfig
 from parallax.plan.tier import AUTO
 from parallax.train.data.indexed import HELD_OUT, IndexedDataConfig
 from parallax.train.data.lines import LineTable
-from parallax.train.data.paths import data_path
+from parallax.train.data.paths import check_folder_link, data_path, found_file
 from parallax.train.data.progress import progress
 from parallax.train.data.source import Shapes
 from parallax.train.data.table import Table
@@ -296,6 +296,10 @@ def find_text(config: TextDataConfig, limit: int) -> Iterator[TextFile]:
             continue
         if auto and path.suffix != ".py":
             continue
+        if path.is_symlink() and path != root and not auto:
+            found_file(
+                root, name, f"data.path={printable(config.path)}, data.pattern={config.pattern}"
+            )
         if file := _text_file(path):
             found += file.size
             yield file
@@ -315,6 +319,9 @@ def _walk(root: Path, skipped: frozenset[str]) -> Iterator[Path]:
         return
     for folder, folders, names in os.walk(root, onerror=stop):
         folders[:] = sorted(set(folders) - skipped)
+        if not skipped:
+            for name in folders:
+                check_folder_link(root, Path(folder, name).relative_to(root), "data.path")
         yield from (Path(folder, name) for name in sorted(names))
 
 

@@ -22,7 +22,7 @@ from parallax.model.source import ModelConfig
 from parallax.plan.tier import AUTO
 from parallax.train.data.indexed import IndexedDataConfig
 from parallax.train.data.order import Numbers, Permutation, Seeds
-from parallax.train.data.paths import data_path
+from parallax.train.data.paths import data_path, files_below
 from parallax.train.data.source import Shapes
 from parallax.train.data.table import Table, Values
 from parallax.train.data.token_file import (
@@ -46,6 +46,8 @@ _LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # the type by magic numbe
 _LLM_C_INTS = 256  # 32-bit numbers before the tokens, of which the third is the number of tokens
 _SAMPLED_BLOCKS, _BLOCK = 64, 4096  # blocks and tokens per block in the digest of a file
 _MIXED_KEY = 0x317D  # constant, so that the order of a source's rows does not depend on the seed
+_MOST_ROWS = 2**62  # of an epoch; two epochs are still counted in 64 bits
+_MOST_ROWS = 2**62  # of an epoch
 _EXACT_ROWS = 2**31  # products of numbers of rows below fit into int64
 
 
@@ -141,7 +143,8 @@ class TokensDataConfig(IndexedDataConfig):
             found = [path.with_suffix(".bin") if path.suffix == ".idx" else path]
         else:
             found = sorted(
-                each for each in path.rglob("*") if each.suffix in _SUFFIXES and each.is_file()
+                path / each
+                for each in files_below(path, _SUFFIXES, f"data.path={printable(self.path)}")
             )
         if not found:
             raise DataError(
@@ -210,6 +213,11 @@ class MixedTable:
         shares = [each / sum(weights) for each in weights]
         rows = [math.ceil(len(part) / share) for part, share in zip(parts, shares)]
         self._rows, once = max(rows), rows.index(max(rows))
+        if self._rows >= _MOST_ROWS:
+            raise ConfigError(
+                f"data.mixture: with these weights an epoch has {float(self._rows):.0e} rows, because it has each "
+                "row of each source; give the source with the smallest weight a larger one"
+            )
         exact = [share * self._rows for share in shares]
         self.counts = [math.floor(each) for each in exact]
         others = [each for each in range(len(parts)) if each != once]

@@ -67,7 +67,12 @@ class _Leaf:
 def read(tables: Mapping[str, Table], request: RowRequest) -> Values:
     """Return the rows of ``request``. Each row has its own random numbers."""
     table, taken = tables[request.table], request.taken
-    return table.read(taken.rows, taken.seeds(request.seed), request.parts)
+    try:
+        return table.read(taken.rows, taken.seeds(request.seed), request.parts)
+    except MemoryError as error:
+        raise DataError(
+            f"{len(taken)} row(s) do not fit in memory ({error}): make rows smaller, or trainer.microbatch"
+        ) from error
 
 
 class Workers:

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,77 @@ def padded(examples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
     return torch.nn.functional.pad(rows, (0, 3 - rows.shape[1])), torch.tensor(
         [y for _, y in examples]
     )
+
+
+def mixed_up(examples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    """A collate function that mixes each row with another of its batch, as MixUp does."""
+    rows, classes = torch.stack([row for row, _ in examples]), [y for _, y in examples]
+    share, others = np.random.beta(0.4, 0.4), torch.randperm(len(rows))  # noqa: NPY002
+    return rows * share + rows[others] * (1 - share), torch.tensor(classes)
+
+
+def mixing(rows: int) -> tuple[Dataset[Any], Callable[..., Any]]:
+    return Augmented(rows), mixed_up
+
+
+def mixing_stream(rows: int) -> tuple[Dataset[Any], Callable[..., Any]]:
+    return Numbers(rows), mixed_up
+
+
+class Rarely(Augmented):
+    """One row in five draws from the generators of Python and numpy; all draw from torch's."""
+
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
+        drawn = [torch.rand(()).item()]
+        if row % 5 == 3:
+            drawn.append(random.random() if row % 2 else np.random.rand())  # noqa: NPY002
+        return torch.tensor([row, sum(drawn)]), row % 7
+
+
+class AtOnce(Dataset[tuple[Tensor, int]]):
+    """Has rows by lists of numbers alone."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitems__(self, rows: list[int]) -> list[tuple[Tensor, int]]:
+        return [(torch.tensor([row, torch.rand(()).item()]), row % 7) for row in rows]
+
+
+@dataclass
+class Pair:
+    x: Tensor
+    labels: Tensor
+
+
+def paired(examples: list[tuple[Tensor, int]]) -> Pair:
+    return Pair(torch.stack([row for row, _ in examples]), torch.tensor([y for _, y in examples]))
+
+
+class Failing(IterableDataset[Any]):
+    """Fails at ``place``."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def __iter__(self) -> Iterator[Any]:
+        for row in range(20):
+            if self.place == "row" and row == 5:
+                raise ValueError("row five is broken\nin two lines")
+            yield torch.tensor([row] if self.place != "collate" else [0] * (1 + row % 3)), row % 7
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.place == "state":
+            raise ValueError("no state")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.place == "load":
+            raise KeyError("next")
+
+
+def once() -> Iterator[tuple[Tensor, int]]:
+    return ((torch.tensor([row]), row % 7) for row in range(20))
 
 
 def loader(rows: int, kind: str = "plain") -> DataLoader[Any]:

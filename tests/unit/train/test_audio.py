@@ -197,9 +197,6 @@ def test_folders_and_files_that_are_none_are_refused(folder: Path, tmp_path: Pat
         (folder / "link").symlink_to(target)
         assert f"the link link leads to {target}, which is not below" in refused(config(folder))
         (folder / "link").unlink()
-    name = os.fsencode(folder / "dog") + b"/\xff.wav"
-    os.rename(folder / "dog" / "00.wav", name)
-    assert "\\udcff.wav: it cannot be read as sound" in refused(config(folder))
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may read anything")
@@ -211,6 +208,7 @@ def test_a_folder_that_cannot_be_listed_is_named(folder: Path) -> None:
 def test_files_that_are_refused(folder: Path, tmp_path: Path) -> None:
     assert "there is no sound file" in refused(config(tmp_path / "sounds" / ".hidden"))
     assert "it is empty" in refused(AudioDataConfig())
+    before = len(config(folder).table(MLPConfig()))
     assert "No such file" in refused(config(tmp_path / "none"))
     assert "not data.rate=200: convert it (ffmpeg" in refused(config(folder, rate=200))
     last = write(folder / "größe" / "zz.wav", sound(0, 60), 50)
@@ -231,7 +229,7 @@ def test_files_that_are_refused(folder: Path, tmp_path: Path) -> None:
         last.with_name(name).unlink()
     write(tmp_path / "outside.wav", sound(0, 60))
     last.symlink_to(tmp_path / "outside.wav")
-    assert "outside of" in refused(config(folder))
+    assert len(config(folder).table(MLPConfig())) == before + 1
 
 
 @pytest.mark.parametrize(

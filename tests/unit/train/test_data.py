@@ -37,7 +37,6 @@ def folder(tmp_path: Path) -> Path:
         (root / name).write_bytes(draw.integers(32, 127, 4000, dtype=np.uint8).tobytes())
     (root / "binary.txt").write_bytes(b"PK\0\0" * 1000)
     (root / "empty.txt").touch()
-    (root / "gone.txt").symlink_to(root / "nowhere")
     os.mkfifo(root / "pipe.txt")
     return root
 

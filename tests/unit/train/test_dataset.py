@@ -202,6 +202,82 @@ def test_rows_of_several_sizes_need_a_collate_function() -> None:
         assert read(source, 8, 2)[0].shape == (8, 3)
 
 
+@pytest.mark.parametrize("target", ["mixing", "mixing_stream"])
+def test_rows_that_are_mixed_in_collating_do_not_depend_on_the_micro_batches(target: str) -> None:
+    found: list[list[Step]] = []
+    for workers, parts in ((0, 1), (1, 4), (0, 3)):
+        with opened(target, kwargs={"rows": 23}, workers=workers, validation=0) as source:
+            found.append([read(source, 8, parts, targets_alone=parts == 3) for _ in range(5)])
+    assert equal(found[0], found[1])
+    assert equal(found[0], found[2])
+    rows = [row[0].item() for inputs, _ in found[0] for row in inputs]
+    assert any(row != round(row) for row in rows)  # they are mixed
+
+
+def test_a_collate_function_that_draws_is_noted() -> None:
+    with opened("mixing", kwargs={"rows": 23}, validation=0.2) as source:
+        assert "its collate function draws random numbers" in source.remarks[0]
+    for target in ("Augmented", "with_collate"):
+        with opened(target, kwargs={"rows": 23}) as source:
+            assert source.remarks == []
+
+
+def test_rows_that_draw_rarely_are_those_that_are_read_alone() -> None:
+    for workers in (0, 1):
+        with opened(
+            "Rarely", kwargs={"rows": 40}, workers=workers, validation=0, shuffle=False
+        ) as one:
+            together = [read(one, 20, 1) for _ in range(4)]
+        with opened("Rarely", kwargs={"rows": 40}, validation=0, shuffle=False) as other:
+            assert equal(together, [read(other, 20, 20) for _ in range(4)])
+
+
+def test_rows_by_lists_of_numbers_alone_and_batches_that_are_dataclasses() -> None:
+    found = []
+    for parts in (1, 4):
+        with opened("AtOnce", validation=0) as source:
+            found.append(
+                read_many(source, 3, 8) if parts == 4 else [read(source, 8, 1) for _ in range(3)]
+            )
+    assert equal(*found)
+    with opened("Augmented", kwargs={"rows": 9}, collate=f"{HERE}:paired", validation=0) as source:
+        inputs, targets = read(source, 9, 2)
+        assert inputs.shape == (9, 4)
+        assert sorted(inputs[:, 0].tolist()) == list(range(9))
+        assert torch.equal(targets, inputs[:, 0].long() % 7)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("row", r"row 5 of epoch 0: ValueError: row five is broken \(.*datasets.py:\d+\)$"),
+        ("collate", r"its rows do not make a batch: RuntimeError: .* \(.*:\d+\)$"),
+        ("state", r"its state_dict: ValueError: no state \(.*datasets.py:\d+\)$"),
+        (
+            "load",
+            r"its load_state_dict does not take what its state_dict gave: KeyError: 'next' .*",
+        ),
+    ],
+)
+def test_an_exception_of_an_iterable_dataset_is_one_line(place: str, message: str) -> None:
+    def read_some() -> None:
+        with opened("Failing", kwargs={"place": place}) as source:
+            source.sample(2)
+            read_many(source, 4, 4)
+
+    with pytest.raises(DataError, match=f"^data.target=.*: {message}") as error:
+        read_some()
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_an_iterator_that_can_be_read_once_is_refused() -> None:
+    with (
+        pytest.raises(ConfigError, match="returned a generator, which can be read once alone"),
+        opened("once"),
+    ):
+        pass
+
+
 def test_the_keys_of_mappings() -> None:
     settings: dict[str, Any] = {"kwargs": {"keys": ["input_ids", "attention_mask", "labels"]}}
     with opened("Mappings", **settings) as source:
