@@ -5,9 +5,10 @@ others may count with a class weight. A micro-batch with few counted targets mus
 batch differs from that of the whole. A user's loss calls ``torch.nn.functional.cross_entropy`` somewhere, and models of
 transformers with ``labels`` among their inputs call it in their forward; neither reports the number of counted targets.
 
-So the first call of a loss is observed. If its result is that of one cross-entropy, the targets of other rows are
-counted by calling the loss again, on outputs without values, up to its cross-entropy. If the loss is an output of the
-model, it is compared with the cross-entropy of the model's scores and the integers among its inputs, row by row.
+So the first call of a loss is watched for calls of cross-entropy. If the loss returns the result of exactly one such
+call, the counted targets of other rows are found by calling the loss again with the targets of these rows and
+placeholders for the outputs, and stopping when it calls cross-entropy. If the model itself returns the loss, its labels
+are found by comparing this loss with the cross-entropy of the model's scores and each integer input, row by row.
 
 Only ratios matter: the weight of some rows is their number times the fraction of their targets that count.
 """

@@ -14,7 +14,7 @@ import hashlib
 import inspect
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from parallax.errors import DescribeError
+from parallax.errors import ConfigError, DescribeError, printable
 from parallax.model.block import RAGGED_HELP, Block, Partition, leaves, module_repr, rebuild
 from parallax.model.construction.deferred import DeferredModel, ModelFactory, deferred_init
 from parallax.model.construction.weights import FileLayout, OwnLayout
+from parallax.model.layer import WAY_OUT, LayerOutput, layer_named
 from parallax.model.pretrained import layout_of
 from parallax.model.recording.inputs import Sample
 from parallax.model.recording.record import trace_and_partition
@@ -53,6 +54,8 @@ class Chain:
     tensors, whose values the constructor then creates. ``base``: a text that identifies the source of the frozen
     parameters, equal whenever the model is built; checkpoints then omit frozen parameters. Empty: checkpoints hold all
     parameters.
+
+    ``whole_model``: the chain of the whole model, if this chain ends at the output of a module inside; else None.
     """
 
     deferred: DeferredModel = field(repr=False)
@@ -68,6 +71,12 @@ class Chain:
     weights: Path | None = None
     partial_weights: bool = False
     base: str = ""
+    whole_model: Chain | None = field(default=None, repr=False)
+
+    @property
+    def whole(self) -> Chain:
+        """The chain of all blocks of the model."""
+        return self.whole_model or self
 
     @property
     def model(self) -> nn.Module:
@@ -123,7 +132,8 @@ class Chain:
             return self._unpacked(value)
         if not isinstance(value, Mapping):
             return _given(value)
-        names = self.inputs or tuple(inspect.signature(self.blocks[0].module.forward).parameters)
+        first = self.whole.blocks[0].module
+        names = self.inputs or tuple(inspect.signature(first.forward).parameters)
         unknown, given = sorted(set(value) - set(names)), [name for name in names if name in value]
         if unknown or given != list(names[: len(given)]) or not given:
             raise DescribeError(
@@ -188,6 +198,7 @@ def describe(
     weights: str | Path | None = None,
     partial_weights: bool = False,
     base: str = "",
+    layer: str = "",
 ) -> Chain:
     """Build ``factory()`` on the meta device, partition it into blocks, and return the chain.
 
@@ -198,7 +209,9 @@ def describe(
 
     ``weights``: a safetensors file or a folder of them, with the model's names. With ``partial_weights`` they may lack
     tensors, such as a new head, and hold others (:func:`~parallax.model.materialise.check_weights` lists both).
-    ``base``: see :class:`Chain`. Raises :class:`DescribeError` with the lines to write if no source applies.
+    ``base``: see :class:`Chain`. ``layer``: a module of ``model.named_modules()``, at whose output the chain ends,
+    without the blocks after it; empty: at the model's. Raises :class:`DescribeError` with the lines to write if no
+    source applies.
     """
     deferred = deferred_init(factory, seed)
     model = deferred.model
@@ -208,9 +221,10 @@ def describe(
             f"{name}{f' and {len(more)} more' if more else ''} of {_kind(model)} was never written by its constructor; "
             "initialize it there (torch.empty has no values), or give a file of weights"
         )
+    layer = layer and layer_named(model, layer)
     partition = _partition(deferred, blocks, sample, dtype)
     _check_cover(model, partition.blocks)
-    return Chain(
+    chain = Chain(
         deferred=deferred,
         blocks=partition.blocks,
         ties=_find_ties(model, partition.blocks),
@@ -225,11 +239,29 @@ def describe(
         partial_weights=partial_weights,
         base=base,
     )
+    return _ending(chain, _partition(deferred, blocks, sample, dtype, layer)) if layer else chain
+
+
+def _ending(chain: Chain, partition: Partition) -> Chain:
+    """Return a chain of ``partition``, which holds a part of the model of ``chain``."""
+    return replace(
+        chain,
+        blocks=partition.blocks,
+        ties=_find_ties(chain.model, partition.blocks),
+        template=partition.template,
+        sizes=partition.sizes,
+        whole_model=chain,
+    )
 
 
 def _partition(
-    deferred: DeferredModel, blocks: Sequence[str], sample: Sample | None, dtype: torch.dtype
+    deferred: DeferredModel,
+    blocks: Sequence[str],
+    sample: Sample | None,
+    dtype: torch.dtype,
+    layer: str = "",
 ) -> Partition:
+    """Return the blocks of the model, up to the output of ``layer`` if it is given."""
     model = deferred.model
     names = {id(module): name for name, module in model.named_modules()}
     modules = _named_blocks(model, blocks) if blocks else _own_blocks(model)
@@ -241,8 +273,22 @@ def _partition(
     if modules is not None:
         _check_apart(names, modules)
         blocks_ = tuple(Block(names[id(module)], module) for module in modules)
-        return Partition(blocks_)
-    return trace_and_partition(model, sample, dtype, partial(_value, deferred, dtype))
+        return Partition(_blocks_to(layer, model, blocks_) if layer else blocks_)
+    return trace_and_partition(model, sample, dtype, partial(_value, deferred, dtype), layer)
+
+
+def _blocks_to(layer: str, model: nn.Module, blocks: Sequence[Block]) -> tuple[Block, ...]:
+    """Return the blocks up to the one that has ``layer`` in it, which returns the output of ``layer``."""
+    wanted = model.get_submodule(layer)
+    for index, block in enumerate(blocks):
+        for inner, part in block.module.named_modules():
+            if part is wanted:
+                last = LayerOutput(block.module, inner, layer, flat=True)
+                return (*blocks[:index], Block(block.name, last))
+    raise ConfigError(
+        f"--layer {printable(layer)}: it is in no block of {_kind(model)}, which are "
+        f"{', '.join(block.name for block in blocks)}: {WAY_OUT}"
+    )
 
 
 def _value(deferred: DeferredModel, dtype: torch.dtype, tensor: Tensor) -> Tensor:

@@ -126,6 +126,16 @@ class LossConfig:
         return self.name == "binary_cross_entropy"
 
 
+def check_classes(loss: str, scores: Tensor) -> None:
+    """Raise :class:`DescribeError` for scores of a single class, whose cross-entropy is 0 whatever they are."""
+    if scores.dim() > 1 and scores.shape[-1] == 1:
+        raise DescribeError(
+            f"{loss}: the model's scores have shape {list(scores.shape)}, a single class, for which the loss is always "
+            "0: use loss=binary_cross_entropy_with_logits with targets of 0 and 1, loss=mse_loss for numbers, or a "
+            "model that returns a score for each class"
+        )
+
+
 class TorchLoss:
     """The loss ``name`` of torch.nn.functional with the keywords ``kwargs``, as a sum.
 
@@ -153,7 +163,10 @@ class TorchLoss:
             scores = scores.float()  # a sum in half precision may overflow
         if self._kind.targets == "classes" and not self._compared:
             self._compared = self._compare_with_own(getattr(outputs, "loss", None), scores, targets)
+        of_model = scores
         scores, targets = self._matched(scores, targets)
+        if self._kind.targets == "classes":
+            check_classes(f"loss={self._name}", of_model)
         return self._kind.function(
             scores, targets, reduction="sum", **self._kwargs, **self._on_device(scores)
         )

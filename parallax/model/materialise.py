@@ -128,7 +128,7 @@ def _check(
     chain: Chain, weights: CheckpointWeights, aliases: Mapping[str, Iterable[str]]
 ) -> list[str]:
     known = chain.model.state_dict(keep_vars=True)
-    wanted = {name: known[name] for names in chain.names for name in names.values()}
+    wanted = {name: known[name] for names in chain.whole.names for name in names.values()}
     buffers = {name for name, _ in chain.model.named_buffers()}
     made = set(wanted) - set(chain.deferred.unwritten) if chain.partial_weights else set()
     return weights.check(wanted, aliases, buffers, made=made)

@@ -87,10 +87,11 @@ class Selector:
         )
 
     def why_kept_itself(self, tensor: Tensor) -> str | None:
-        """Return the same reason as :meth:`why_kept`, decided by the tensor alone without its autograd graph.
+        """Like :meth:`why_kept`, but without walking the autograd graph: copies and views of leaves that only the graph
+        shows are not reported.
 
-        It is for steps with very many tensors: torch frees graph nodes that Python has seen recursively, so 100,000 of
-        them overflow the stack.
+        Use it for steps with very many tensors. Torch frees graph nodes by recursion once Python has accessed them, and
+        100,000 of them would overflow the stack.
         """
         if type(tensor) is not self._plain or tensor.layout is not torch.strided:
             return NOT_PLAIN

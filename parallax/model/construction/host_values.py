@@ -37,9 +37,10 @@ _NOWHERE = (Tensor.cpu, Tensor.cuda, Tensor.pin_memory, Tensor.share_memory_)
 
 
 class HostValueInterceptor(TorchFunctionMode):
-    """Gives functions that read values or the device of a recorded tensor the results that a CPU tensor would give.
+    """Makes a recorded tensor look like a CPU tensor: functions that read its values or its device return what they
+    would return for a CPU tensor.
 
-    ``recorder`` has recorded the tensor.
+    ``recorder``: the recorder of these tensors.
     """
 
     def __init__(self, recorder: OperatorRecorder) -> None:

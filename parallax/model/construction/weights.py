@@ -211,7 +211,7 @@ class CheckpointWeights:
         return {name for name in missing if name in made and _NUMBER.sub("*", name) not in there}
 
     def _extra(self, known: Collection[str]) -> list[str]:
-        """Return the tensors in the files that are not used."""
+        """Return the names of tensors in the files from which no tensor of the model is read."""
         used = {name for name, recipe in self._recipes.items() if name in known}
         sources = {source for name in used for source in self._recipes[name].sources}
         return [

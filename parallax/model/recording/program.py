@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from parallax.model.block import Slot, TensorSlot
+from parallax.model.layer import LayerOutput
 from parallax.model.recording.expected import expect_answer
 from parallax.model.recording.trace import (
     Context,
@@ -132,11 +133,12 @@ def merge_traces(
     runs: Sequence[ForwardTrace],
     rows: Sequence[int],
     evaluation: ForwardTrace | None,
+    layer: str = "",
 ) -> ForwardProgram:
     """Return the program that all ``runs`` have in common. Run i had ``rows[i]`` rows.
 
     The first run and ``evaluation`` have equal inputs. Raises :class:`NotTraceable` if the runs differ in more than
-    sizes.
+    sizes. ``layer``: the module at whose output the runs end; empty: the model.
     """
     base = runs[0]
     others = [_Correspondence(base, run) for run in runs]
@@ -147,6 +149,8 @@ def merge_traces(
         step = _step(position, mine, others, evaluated)
         if isinstance(step.target, ModulePath):
             step.module = modules[step.target.path]
+            if step.target.layer is not None:
+                step.module = LayerOutput(step.module, step.target.layer, layer, flat=False)
         step.heavy = _is_heavy(step, base)
         steps.append(step)
     if not any(step.heavy for step in steps):

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from parallax.errors import DescribeError, HangError
-from parallax.model.block import Block, Partition, leaves, tensors_in
+from parallax.errors import ConfigError, DescribeError, HangError, printable
+from parallax.model.block import Block, Partition, TensorSlot, leaves, tensors_in, transform
+from parallax.model.layer import WAY_OUT
 from parallax.model.recording.expected import EXPECTATIONS
 from parallax.model.recording.fakes import (
     AttributeChange,
@@ -43,7 +44,12 @@ from parallax.model.recording.inputs import (
 )
 from parallax.model.recording.partitioning.partition import ProgramPartitioner
 from parallax.model.recording.partitioning.segment import UnknownSize
-from parallax.model.recording.program import ForwardProgram, ForwardStep, merge_traces
+from parallax.model.recording.program import (
+    ForwardProgram,
+    ForwardStep,
+    ForwardTensor,
+    merge_traces,
+)
 from parallax.model.recording.recorder import ForwardRecorder
 from parallax.model.recording.trace import ForwardTrace, fuse_lists
 from parallax.model.recording.value_oracle import ChangedByCaller, NotTraceable, WritesParameter
@@ -69,11 +75,13 @@ def trace_and_partition(
     sample: Sample | None,
     dtype: torch.dtype,
     value_of: Callable[[Tensor], Tensor],
+    layer: str = "",
 ) -> Partition:
     """Record the forward of ``model``, which is on the meta device, and return its partition into blocks.
 
     ``value_of`` returns the initial value of a buffer, for branches on it. Raises :class:`DescribeError` with the line
-    of the model's code and the remedies if the forward is not traceable.
+    of the model's code and the remedies if the forward is not traceable. ``layer``: the module at
+    whose output the last block ends; empty: the model.
     """
     if type(model).forward is nn.Module.forward:
         raise _refused(model, "it has no forward")
@@ -91,9 +99,11 @@ def trace_and_partition(
     def record(given: SampleShapes, *, vary: bool = True) -> Partition:
         with restored_process_state(), with_fake_tensors(model, dtype, value_of) as fakes:
             values = SampleValues(sample, given, ROWS[-1][-1])
-            runs = _ForwardRuns(fakes, given, values, vary=vary)
+            runs = _ForwardRuns(fakes, given, values, vary=vary, layer=layer)
             program = runs.program()
-        return _partition(model, program, runs, given)
+        if layer:
+            program.returned = _with_rows(program, layer)
+        return _partition(model, program, runs, given, whole=not layer)
 
     try:
         return record(shapes)
@@ -115,8 +125,35 @@ def _refusing(model: nn.Module, record: Callable[[], Partition]) -> Partition:
         raise _refused(model, f"{unknown} cannot be made from the sizes of its inputs") from unknown
 
 
+def _with_rows(program: ForwardProgram, layer: str) -> Any:
+    """Return the output of ``layer`` with None in place of tensors that do not depend on the number of rows, such as a
+    table of positions. Raises :class:`ConfigError` unless the others have the rows in the first dimension."""
+
+    def tensor_of(part: Any) -> ForwardTensor | None:
+        return program.tensors[part.index] if isinstance(part, TensorSlot) else None
+
+    found = [tensor for _, part in leaves(program.returned) if (tensor := tensor_of(part))]
+    wrong = [tensor for tensor in found if tensor.rows not in (0, -1)]
+    if wrong or all(tensor.rows for tensor in found):
+        shapes = [list(tensor.shapes[0]) for tensor in wrong or found]
+        what = f"shape {shapes[0]} for {ROWS[0][0]} rows" if shapes else "no tensor"
+        raise ConfigError(
+            f"--layer {printable(layer)}: its output has {what}; accepted are tensors with the rows in the first "
+            f"dimension: {WAY_OUT}"
+        )
+    return transform(
+        program.returned,
+        lambda part: None if (tensor := tensor_of(part)) and tensor.rows else part,
+    )
+
+
 def _partition(
-    model: nn.Module, program: ForwardProgram, runs: _ForwardRuns, given: SampleShapes
+    model: nn.Module,
+    program: ForwardProgram,
+    runs: _ForwardRuns,
+    given: SampleShapes,
+    *,
+    whole: bool,
 ) -> Partition:
     """Partition the program into blocks and return them. Log the restrictions that the program has."""
     for kind in program.dropped:
@@ -137,9 +174,10 @@ def _partition(
             type(model).__name__,
         )
     program.other_mode = runs.other_mode
-    partitioner = ProgramPartitioner(model, program, runs.shares.share_of_step, 1 / (8 * PARTS))
+    least = 1 / (8 * PARTS)
+    partitioner = ProgramPartitioner(model, program, runs.shares.share_of_step, least, whole=whole)
     found = partitioner.partition()
-    if len(found.blocks) == 1:
+    if len(found.blocks) == 1 and whole:
         _say_whole(model, partitioner.reason or "one part holds all parameters")
     names = input_names(model, given.nest)
     nest = () if names else tuple(p for p, t in leaves(given.nest) if isinstance(t, Tensor))
@@ -150,9 +188,16 @@ class _ForwardRuns:
     """Runs a model on fake tensors until all runs have a common program."""
 
     def __init__(
-        self, fakes: FakeModel, shapes: SampleShapes, values: SampleValues, *, vary: bool
+        self,
+        fakes: FakeModel,
+        shapes: SampleShapes,
+        values: SampleValues,
+        *,
+        vary: bool,
+        layer: str = "",
     ) -> None:
         self._fakes, self._model, self._shapes, self._values = fakes, fakes.model, shapes, values
+        self._layer = layer
         self._whole: set[str] = set()
         self._evaluates = True
         self.other_mode: dict[bool, frozenset[str]] = {}
@@ -197,12 +242,12 @@ class _ForwardRuns:
                 continue
             runs, rows = [*runs, run], [*rows, ROWS[0][0]]
         try:
-            return merge_traces(self._model, runs, rows, evaluation)
+            return merge_traces(self._model, runs, rows, evaluation, self._layer)
         except NotTraceable as error:
             if error.owner or evaluation is None:
                 raise
             self._leave_evaluation(error)
-            return merge_traces(self._model, runs, rows, None)
+            return merge_traces(self._model, runs, rows, None, self._layer)
 
     def _evaluation(self, traced: frozenset[str]) -> ForwardTrace | None:
         """Return the trace of an evaluation run; None if evaluation is not traceable."""
@@ -313,7 +358,9 @@ class _ForwardRuns:
             with without_modes():
                 return self._values.named(rows, change)
 
-        return ForwardRecorder(self._fakes, traced, self._divided, lambda name: given()[name], kept)
+        return ForwardRecorder(
+            self._fakes, traced, self._divided, lambda name: given()[name], kept, self._layer
+        )
 
     def _record(
         self, recorder: ForwardRecorder, rows: int, change: dict[int, int] | None = None
@@ -322,7 +369,7 @@ class _ForwardRuns:
             trace = recorder.run(*self._inputs(rows, change))
             fuse_lists(trace)
             return trace
-        except (NotTraceable, HangError):
+        except (NotTraceable, HangError, ConfigError):
             raise
         except KeepsState as kept:
             raise _keeps(kept) from kept

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from parallax.model.block import TensorSlot, leaves, tensors_in
+from parallax.model.layer import LayerOutput, check_called
 from parallax.model.recording.expected import expect_answer, expect_sizes
 from parallax.model.recording.fakes import (
     ASKED_FOR_VALUES,
@@ -76,6 +77,7 @@ class ForwardRecorder(TorchFunctionMode):
     ``traced``: paths of the modules to trace inside; all others are one instruction each. ``divided``: modules too
     large to be one instruction, in which branches on the sample's values are recorded as assumptions. ``kept``: tensors
     that an earlier run left in attributes, by path and name. ``given(name)``: the sample's value of an input.
+    ``layer``: the module at whose output the trace ends; empty: the model.
     """
 
     def __init__(
@@ -85,10 +87,12 @@ class ForwardRecorder(TorchFunctionMode):
         divided: frozenset[str],
         given: Callable[[str], Tensor],
         kept: Mapping[tuple[str, str], Tensor] = MappingProxyType({}),
+        layer: str = "",
     ) -> None:
         super().__init__()
         self.trace = ForwardTrace()
-        self._fakes, self._traced, self._divided = fakes, traced, divided
+        self._fakes, self._traced, self._divided, self._layer = fakes, traced, divided, layer
+        self._outputs: list[tuple[int, Any]] = []  # of the layer, each with the instructions before
         self._paths: dict[int, str] = {}
         self._configs: set[int] = set()
         for path, module in fakes.model.named_modules():
@@ -123,6 +127,10 @@ class ForwardRecorder(TorchFunctionMode):
         ):
             returned = self._fakes.model(*args, **kwargs)
             self._quiet += 1
+            if self._layer:
+                check_called(self._layer, len(self._outputs))
+                count, returned = self._outputs[0]
+                del self.trace.instructions[count:]
             self.trace.returned = self._returned(returned)
         return self.trace
 
@@ -159,17 +167,36 @@ class ForwardRecorder(TorchFunctionMode):
             return original(module, *args, **kwargs)
         if path not in self._traced and self._has_its_own(module, path):
             self._check_left(path)
-            return self._call(self._whole(original, module), ModulePath(path), args, kwargs)
+            if self._layer:
+                self._note_inside(original, module, path, args, kwargs)
+            return self._call(self._whole(original, module, path), ModulePath(path), args, kwargs)
         self._module_stack.append(path)
         try:
             with no_python_randomness(lambda: self.owner):
-                return original(module, *args, **kwargs)
+                found = original(module, *args, **kwargs)
+            if path and path == self._layer:
+                self._note_output(found)
+            return found
         except OWN_ERRORS:
             raise
         except Exception as error:  # the user's code may raise anything
             raise NotTraceable(self.owner, self.describe_error(error)) from error
         finally:
             self._module_stack.pop()
+
+    def _note_output(self, output: Any) -> None:
+        self._outputs.append((len(self.trace.instructions), change(output, lambda part: part)))
+
+    def _note_inside(
+        self, original: Callable[..., Any], module: nn.Module, path: str, args: Any, kwargs: Any
+    ) -> None:
+        """Note the layer's output if an untraced module contains the layer. The module runs once more for it."""
+        layer = self._fakes.model.get_submodule(self._layer)
+        inner = next((name for name, part in module.named_modules() if part is layer), None)
+        if inner is not None:
+            part = LayerOutput(module, inner, self._layer, flat=False)
+            run = self._whole(original, part, path)
+            self._note_output(self._call(run, ModulePath(path, inner), args, kwargs))
 
     def _check_left(self, path: str) -> None:
         """Raise :class:`ChangedByCaller` if code outside an untraced submodule has changed the submodule's attributes.
@@ -197,7 +224,9 @@ class ForwardRecorder(TorchFunctionMode):
     def _is_held(self, tensor: Tensor, name: str, own: dict[int, str]) -> bool:
         return id(tensor) in own and (own[id(tensor)] == name or id(tensor) in self._fakes.shared)
 
-    def _whole(self, original: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    def _whole(
+        self, original: Callable[..., Any], module: nn.Module, path: str
+    ) -> Callable[..., Any]:
         """Return a function that calls a module as one instruction. A module that needs values runs on real ones."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -215,7 +244,7 @@ class ForwardRecorder(TorchFunctionMode):
             found = run(*args, **kwargs)
             for name, parameter in held.items():
                 if state(parameter) != before[name]:
-                    raise WritesParameter(f"{self._paths[id(module)]}.{name}")
+                    raise WritesParameter(f"{path}.{name}")
             return found
 
         return self._alike.run(module, checked)

@@ -73,9 +73,11 @@ class TracedTensor:
 
 @dataclass(frozen=True)
 class ModulePath(Slot):
-    """A placeholder for a module of the model."""
+    """A placeholder for a module of the model. ``layer``: its call returns the output of this part of it; None: its
+    own."""
 
     path: str
+    layer: str | None = None
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_packed_sequence
 
-from parallax.errors import HangError
+from parallax.errors import ConfigError, HangError
 from parallax.model.block import TensorSlot, can_require_grad, leaves, tensors_in, transform
 from parallax.model.recording.fakes import FakeModel, KeepsState, without_modes
 from parallax.model.recording.flow import SHAPE_ONLY, DataFlow, storage_of, tensors_of
@@ -77,7 +77,7 @@ class WritesParameter(Exception):
     """Raised if the forward changes the parameter called ``name``."""
 
 
-OWN_ERRORS = NotTraceable, WritesParameter, KeepsState, HangError
+OWN_ERRORS = NotTraceable, WritesParameter, KeepsState, HangError, ConfigError
 
 
 def user_line(frames: Iterable[traceback.FrameSummary]) -> str:

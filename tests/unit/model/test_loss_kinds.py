@@ -12,8 +12,8 @@ import yaml
 from torch import Tensor
 
 from parallax.config import compose
-from parallax.errors import DataError, ParallaxError
-from parallax.model.loss_kinds import LOSSES, LossConfig
+from parallax.errors import DataError, DescribeError, ParallaxError
+from parallax.model.loss_kinds import LOSSES, LossConfig, TorchLoss
 from tests.configs.refused import error_of
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "loss"
@@ -158,3 +158,10 @@ def test_scores_of_the_next_label_are_not_compared_with_the_label(shifted: bool)
             loss(outputs, labels)
     else:
         assert float(loss(outputs, labels) / loss.count(labels)) == pytest.approx(float(own))
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "nll_loss", "multi_margin_loss"])
+def test_a_single_class_is_refused(name: str) -> None:
+    """Its loss is 0 from the first step on, so nothing would be trained."""
+    with pytest.raises(DescribeError, match=r"a single class.*binary_cross_entropy_with_logits"):
+        TorchLoss(name, {})(torch.randn(4, 1), torch.zeros(4, dtype=torch.int64))

@@ -57,7 +57,8 @@ class ProgramPartitioner:
     """Finds the block boundaries of ``program`` and builds the blocks.
 
     ``share(step)`` is the step's fraction of the model's work. A block has at least the fraction ``least``, if
-    possible.
+    possible. ``whole``: the
+    blocks hold all tensors of the model.
     """
 
     def __init__(
@@ -66,10 +67,12 @@ class ProgramPartitioner:
         program: ForwardProgram,
         share: Callable[[ForwardStep], float],
         least: float,
+        *,
+        whole: bool = True,
     ) -> None:
         self._model, self._program = model, program
         self._steps, self._tensors = program.steps, program.tensors
-        self._share, self._least = share, least
+        self._share, self._least, self._whole = share, least, whole
         self.reason = ""
         self._results = [p.index for p in parts(program.returned) if isinstance(p, TensorSlot)]
         self._written = self._written_storages()
@@ -267,14 +270,15 @@ class ProgramPartitioner:
     def _block(self, piece: _Piece) -> Block:
         module = piece.module
         self._held |= {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
-        whole = None if piece.last and self._adopt_unused(module) else self._own_module(piece)
+        adopts = piece.last and self._whole and self._adopt_unused(module)
+        own = None if adopts else self._own_module(piece)
         self._named[piece.name] = count = self._named.get(piece.name, 0) + 1
         rows = [self._tensors[index].rows for index in piece.leaving]
         unbatched = (
             frozenset() if piece.last else frozenset(i for i, r in enumerate(rows) if r == -1)
         )
         name = piece.name if count == 1 else f"{piece.name} ({count})"
-        return Block(name, whole or module, unbatched)
+        return Block(name, own or module, unbatched)
 
     def _own_module(self, piece: _Piece) -> nn.Module | None:
         """Return the module of the model that the block calls, if the block does nothing else."""

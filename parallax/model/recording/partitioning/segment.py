@@ -221,7 +221,7 @@ class SegmentWriter:
 
     def _target(self, step: ForwardStep) -> str:
         if isinstance(step.target, ModulePath):
-            return self._module(step.target.path)
+            return f"self.{self._hold_member('part', step.module, step.target.path)}"
         return self._constant(step.target, step.name)
 
     def _text(self, part: Any) -> str:
