@@ -33,6 +33,7 @@ EXAMPLES = """examples:
   parallax predict deeper --inputs lines.txt --out outputs.npy              each line of a file is a row
   parallax predict deeper --inputs x.npy --out y.npy --best                 of the checkpoint with the best metric
   parallax predict deeper --inputs photos --out y.jsonl --bad skip          leave out images that cannot be decoded
+  parallax predict deeper --inputs photos --out features.npy --layer avgpool    features: the output of a module
   parallax predict deeper --out y.npy data=dataset data.target=mymodule:rows
   torchrun --nproc-per-node=4 -m parallax predict deeper --inputs x.npy --out y.npy
 """
@@ -61,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="K",
         help="write the K best classes of each row and their softmax scores instead of the outputs",
+    )
+    parser.add_argument(
+        "--layer",
+        default="",
+        metavar="NAME",
+        help="write the output of this module of the model, as model.named_modules() calls it, instead of the model's",
     )
     parser.add_argument(
         "--bad",
@@ -102,7 +109,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _outputs(parsed: argparse.Namespace) -> Outputs:
-    keys = "inputs", "top", "best", "step", "weights"
+    keys = "inputs", "top", "layer", "best", "step", "weights"
     request: dict[str, Any] = {"run": str(parsed.run), "settings": list(parsed.overrides)}
     request |= {f"--{key}": getattr(parsed, key) for key in keys}
     return Outputs(parsed.out, parsed.top, parsed.bad, parsed.force, request)
@@ -120,12 +127,14 @@ def _request(parsed: argparse.Namespace, devices: int = 1) -> ForwardRequest:
         weights=parsed.weights,
         devices=devices,
         rows=NewRows(path=parsed.inputs or "", bad=parsed.bad),
+        layer=parsed.layer,
     )
 
 
 def _launch(parsed: argparse.Namespace, job: ForwardJob, outputs: Outputs) -> int:
     command = ["predict", str(parsed.run), "--prepared", str(outputs.folder / "job.json")]
     command += ["--out", str(parsed.out), "--top", str(parsed.top), "--bad", parsed.bad]
+    command += ["--layer", parsed.layer] if parsed.layer else []
     command += ["--inputs", parsed.inputs] if parsed.inputs is not None else []
     command += ["--step", str(parsed.step)] if parsed.step is not None else []
     command += ["--weights", parsed.weights] if parsed.weights is not None else []

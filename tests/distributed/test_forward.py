@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from parallax.errors import ParallaxError
+from parallax.model.describe import describe
 from parallax.plan.plan import Plan
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.forward import ForwardEngine
@@ -154,6 +155,54 @@ def test_weights_of_a_checkpoint_of_another_plan(
     weights = {name: value for _, held in ranks for name, value in held.items()}
     other = replace(case, options=options)
     check(other, pool.run(predictions, other.world, other, tmp_path, ranks[0][0]), weights)
+
+
+LAYERS = ("layers.0", "layers.1.up", "head.norm")
+
+
+def features(case: Case, layer: str, folder: Path, checkpoint: Path) -> Parts:
+    """The parts of a layer's output; the engine has no later block."""
+    chain = describe(case.factory, seed=3, dtype=case.dtype, layer=layer)
+    plan = make_plan(chain, **{"global_batch": 8, "microbatch": 4, **case.options})
+    engine = ForwardEngine.build(
+        chain, plan, precision=case.precision(), swap=SwapConfig(minimum_bytes=1), scratch=folder
+    )
+    engine.load(checkpoint)
+    parts = [engine.predict(batch) for batch in batches()]
+    engine.close()
+    return parts
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"replicas": (1, 1)},
+        {"replicas": (1, 2)},
+        {"replicas": (1,), "parameter_offload": 1.0},
+        {"replicas": (1, 1), "parameter_offload": 1.0, "tier": "host"},
+    ],
+    ids=str,
+)
+def test_a_layers_outputs_are_those_of_a_hook(
+    pool: Pool, tmp_path: Path, options: dict[str, Any], layer: str
+) -> None:
+    case = Case(gpt(), dtype=torch.float32).under((1, 2))
+    ranks = pool.run(trained, case.world, case, tmp_path)
+    model = case.factory()
+    model.load_state_dict({k: v for _, held in ranks for k, v in held.items()}, strict=False)
+    model.eval()
+    hooked: list[Tensor] = []
+    model.get_submodule(layer).register_forward_hook(lambda _, __, output: hooked.append(output))
+    other = replace(case, options=options)
+    found = pool.run(features, other.world, other, layer, tmp_path, ranks[0][0])
+    for number, batch in enumerate(batches()):
+        parts = [part for of_rank in found for part in of_rank[number]]
+        assert sum(len(output) for _, output in parts) == len(batch)
+        for first, output in parts:
+            with torch.no_grad():
+                model(*batch.inputs(first, first + len(output)))
+            assert torch.equal(output, hooked.pop())
 
 
 def refused(case: Case, folder: Path) -> tuple[str, bool]:

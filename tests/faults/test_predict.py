@@ -80,13 +80,16 @@ def trained(here: Path, called: Called) -> Path:
     return train(called, "model=custom", "model.target=predicted_models:dense", *ARRAYS, *SMALL)
 
 
-def outputs_of(run: Path, rows: NDArray[np.float32], size: int) -> NDArray[np.float32]:
-    """The model's own forward, ``size`` rows at once."""
+def outputs_of(
+    run: Path, rows: NDArray[np.float32], size: int, layers: int = 5
+) -> NDArray[np.float32]:
+    """The model's own forward, ``size`` rows at once, of the first ``layers``."""
     model = dense()
     stored = {k.removeprefix("model/"): v for k, v in weights(run).items() if k[:6] == "model/"}
     model.load_state_dict(stored)
     with torch.no_grad():
-        return torch.cat([model(part) for part in torch.from_numpy(rows).split(size)]).numpy()
+        parts = [model[:layers](part) for part in torch.from_numpy(rows).split(size)]
+    return torch.cat(parts).numpy()
 
 
 @pytest.mark.faults
@@ -119,6 +122,31 @@ def test_outputs_are_the_models_own_by_any_plan(called: Called, here: Path, trai
 
 
 @pytest.mark.faults
+def test_features_are_the_outputs_of_a_module(called: Called, here: Path, trained: Path) -> None:
+    new = np.load(here / "new.npy")
+    wanted = outputs_of(trained, new, 4, layers=3)
+    plans: Sequence[tuple[str, tuple[str, ...]]] = [
+        ("one", ()),
+        ("stages", ("cluster.devices=2", "plan.stages=2")),
+        ("streamed", ("plan.parameters=host", "swap=disk")),
+    ]
+    for name, settings in plans:
+        code, _, err = called(
+            *("predict", "run", "--inputs", "new.npy", "--out", f"{name}.npy", "--layer", "2"),
+            *("trainer.microbatch=4", *settings),
+        )
+        assert code == 0, err
+        np.testing.assert_array_equal(np.load(f"{name}.npy"), wanted, err_msg=name)
+    code, _, err = call(
+        *("predict", "run", "--inputs", "new.npy", "--out", "torchrun.npy", "--layer", "2"),
+        *("trainer.microbatch=4", "plan.stages=2"),
+        launcher=[*TORCHRUN, "-m", "parallax"],
+    )
+    assert code == 0, err
+    np.testing.assert_array_equal(np.load("torchrun.npy"), wanted)
+
+
+@pytest.mark.faults
 def test_a_killed_prediction_continues_to_the_same_bytes(
     called: Called, here: Path, trained: Path
 ) -> None:
@@ -138,19 +166,22 @@ def test_a_killed_prediction_continues_to_the_same_bytes(
             *("data.workers=0", "trainer.global_batch=1"),
         )
 
-    for suffix in ("parquet", "npy"):
-        code, _, err = predict(f"whole.{suffix}")
+    for suffix, layer in (("parquet", ()), ("npy", ("--layer", "2"))):
+        code, _, err = predict(f"whole.{suffix}", *layer)
         assert code == 0, err
         (here / "kill").touch()
-        code, _, err = predict(f"killed.{suffix}")
+        code, _, err = predict(f"killed.{suffix}", *layer)
         assert code != 0
         assert "SIGKILL" in err
         assert not Path(f"killed.{suffix}").exists()
         code, _, err = predict(f"killed.{suffix}", "--top=2", "--bad=skip")
         assert code == 2
         assert suffix == "npy" or "other --top" in one_line(err)
+        code, _, err = predict(f"killed.{suffix}", "--layer", "0")
+        assert code == 2
+        assert "other --layer" in one_line(err)
         (here / "kill").unlink()
-        code, text, err = predict(f"killed.{suffix}")
+        code, text, err = predict(f"killed.{suffix}", *layer)
         assert code == 0, err
         assert "200 row(s)" in text
         assert "72 computed" in text
@@ -235,6 +266,7 @@ def test_wrong_input_is_refused_in_one_line(
     assert "--inputs=absent.npy" in line("run", "--inputs", "absent.npy")
     assert "accepted are files that end in" in line(*new, out="out.txt")
     assert "a .npy file holds one" in line(*new, "--top", "2")
+    assert "--layer 7: Sequential has no module of that name" in line(*new, "--layer", "7")
     assert "--top -1" in line(*new, "--top", "-1", out="out.jsonl")
     assert "cannot be written" in line(*new, out="absent/out.npy")
     assert "optimizer.lr" in line(*new, "optimizer.lr=1")
