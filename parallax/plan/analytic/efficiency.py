@@ -412,7 +412,8 @@ class _Fit:
         self.measured = np.log([observation.seconds for observation in observations])
 
     def at(self, point: Vector) -> Efficiency:
-        """Return the coefficients at ``point``."""
+        """Return the coefficients for ``point``, the logarithms of the fitted coefficients relative to their start
+        values."""
         values = np.minimum(np.exp(self.origin + point), self.most)
         return replace(
             self.start, **{name: float(value) for name, value in zip(self.names, values)}

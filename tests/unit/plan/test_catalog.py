@@ -8,7 +8,13 @@ import pytest
 
 from parallax.common.units import parse_bytes
 from parallax.errors import ConfigError
-from parallax.plan.analytic.catalog import ALLOCATOR_BYTES, UPDATE_BYTES, CatalogClusterConfig
+from parallax.plan.analytic.catalog import (
+    ALLOCATOR_BYTES,
+    FORWARD_GAP_TENSORS,
+    GAP_TENSORS,
+    UPDATE_BYTES,
+    CatalogClusterConfig,
+)
 from parallax.plan.analytic.hardware import DEVICE_KINDS, LINK_KINDS
 
 
@@ -78,6 +84,15 @@ def test_two_kinds_of_device() -> None:
     assert sum(device.price_per_hour for device in cluster.devices) == 40
     assert cluster.local == LINK_KINDS["nvlink2"].link(), "the slower of both"
     assert config.kind.name == "a100-80"
+
+
+def test_forwards_leave_fewer_holes_in_memory() -> None:
+    gaps = [
+        CatalogClusterConfig(device=device).build(trains=trains).devices[0].gap_tensors
+        for device in ("rtx4090", "cpu-core")
+        for trains in (True, False)
+    ]
+    assert gaps == [GAP_TENSORS, FORWARD_GAP_TENSORS, 0, 0]
 
 
 def test_a_budget() -> None:
