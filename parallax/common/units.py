@@ -68,3 +68,25 @@ def parse_bytes(value: int | str, key: str) -> int:
     if not 0 < size < float("inf"):
         raise ConfigError(f"{key}={value}: a size in bytes must be above zero")
     return int(size)
+
+
+_TIMES = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0}
+
+
+def parse_seconds(value: float | str, key: str) -> float:
+    """Return the seconds that ``value`` gives as a number or as text such as ``50ms``; errors name the setting ``key``.
+
+    >>> parse_seconds("50ms", "serve.p99")
+    0.05
+    """
+    text = str(value).strip().lower().replace(" ", "")
+    number = text.rstrip("µinmsu")
+    try:
+        seconds = float(number) * _TIMES[text[len(number) :]]
+    except (ValueError, KeyError):
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ConfigError(
+            f"{key}={printable(str(value))}: accepted are seconds such as 0.05 or 50ms"
+        )
+    return seconds

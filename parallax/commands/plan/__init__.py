@@ -18,9 +18,9 @@ from parallax.commands.options import (
     print_json,
     writing,
 )
+from parallax.commands.plan.rates import compose_rated, rate_report
 from parallax.commands.plan.what_if import what_if
 from parallax.common.trust import remember
-from parallax.config import compose
 from parallax.errors import ConfigError
 from parallax.plan.analytic.efficiency import explain_figures
 from parallax.plan.explained import explain_choice
@@ -44,6 +44,7 @@ EXAMPLES = """examples:
       precision=mixed_bf16 cluster=dgx_a100 cluster.nodes=16 trainer.global_batch=1536
   parallax plan cluster=dgx_h100 cluster.price_per_hour=2.5 --what-if nodes=1,2,4 trainer.global_batch=256,512
   parallax plan task=inference                          forwards alone: latency and rows per second
+  parallax plan task=inference serve.requests_per_second=200 serve.p99=50ms   is one server enough, and how many are?
   parallax plan --diff plan.yaml recompute.yaml
 """
 
@@ -88,10 +89,11 @@ def run(parsed: argparse.Namespace) -> int:
         return what_if(parsed, console)
     check_writable("--output", parsed.output)
     with working(console, "planning") as work:
-        config = compose(parsed.overrides)
+        config = compose_rated(parsed.overrides)
         work.limit(config.trainer)
         profile = read_profile(config, parsed.profile) if parsed.profile is not None else None
         planned = plan_run(config, Path.cwd(), work, profile=profile)
+        lines, data = rate_report(config, planned, work)
     with writing("--output", parsed.output) as path:
         planned.plan.save(path)
         Inputs(planned.profile, planned.cluster).save(inputs_path(path))
@@ -99,9 +101,11 @@ def run(parsed: argparse.Namespace) -> int:
     if ":" in name:
         remember(parsed.output.parent, {"plan.schedule": name})
     if parsed.json:
-        print_json(_plain(planned.plan))
+        print_json({**_plain(planned.plan), **data})
         return 0
     _show(console, planned)
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     if planned.plan.task.trains:
         steps = config.trainer.steps
         print_recipe(console, config.optimizer, config.schedule, planned.groups, steps)

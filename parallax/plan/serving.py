@@ -1,0 +1,290 @@
+"""Predict the latencies of a server by simulating its queue.
+
+::
+
+    requests ─ HTTP thread ─ queue ─ batch of up to n rows ─┬─ copy 0: stage 0 ─ stage 1 ─┬─ HTTP thread ─ answers
+                                                            └─ copy 1: stage 0 ─ stage 1 ─┘
+
+Requests of one row arrive as a Poisson process. Batches are taken as :mod:`parallax.serve.batching` takes them, while
+fewer than stages × copies are in flight. A stage computes one batch at a time. The HTTP thread reads and answers one
+request at a time; if it shares a core with the model, the model waits meanwhile. Arrivals are equal for all settings
+but the rate, so that predictions can be compared.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+
+import numpy as np
+
+REQUESTS = 20_000  # of a simulation
+_SEED = 1
+_WARM_UP = 0.1  # of the requests, left out of the figures
+_WAITS = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the seconds of a row in the slowest stage
+_EQUAL = 0.02  # differences of two p99 below this fraction are noise of the simulation
+MOST_COPIES = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchTimes:
+    """Seconds of a batch, by its rows: the entry ``n - 1`` is for n rows. ``latency``: through an idle pipeline.
+    ``stages``: for each stage, the seconds in which it computes no other batch."""
+
+    latency: tuple[float, ...]
+    stages: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def between(
+        cls, rows: Sequence[int], latency: Sequence[float], stages: Sequence[Sequence[float]]
+    ) -> BatchTimes:
+        """Return the times for 1 to ``rows[-1]`` rows, interpolated between those of some numbers of ``rows``."""
+        every = np.arange(1, rows[-1] + 1)
+
+        def interpolated(values: Sequence[float]) -> tuple[float, ...]:
+            return tuple(np.interp(every, rows, values).tolist())
+
+        return cls(latency=interpolated(latency), stages=tuple(map(interpolated, stages)))
+
+    @classmethod
+    def measured(
+        cls, seconds: Mapping[int, float], most: int, shares: Sequence[float] = (1.0,)
+    ) -> BatchTimes:
+        """Return the times for 1 to ``most`` rows from measured latencies of some numbers of rows. ``shares``: the
+        fraction of the latency for which each stage computes."""
+        found = {**dict(sorted(seconds.items())), most: seconds[max(seconds)]}
+        latency = list(found.values())
+        return cls.between(list(found), latency, [[s * each for each in latency] for s in shares])
+
+    def padded(self) -> BatchTimes:
+        """Return the times if each batch is padded to the most rows."""
+        count = self.most_rows
+        return BatchTimes(
+            latency=self.latency[-1:] * count,
+            stages=tuple(stage[-1:] * count for stage in self.stages),
+        )
+
+    @property
+    def most_rows(self) -> int:
+        return len(self.latency)
+
+    def starts(self, rows: int) -> list[float]:
+        """Return the seconds from a batch's start until it can start at each stage of an idle pipeline."""
+        *before, last = [stage[rows - 1] for stage in self.stages]
+        spread = (self.latency[rows - 1] - last) / (sum(before) or 1.0)
+        return np.cumsum([0.0, *(spread * each for each in before)]).tolist()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A server of ``copies`` of a pipeline. ``request_seconds``: of the HTTP thread for a request, half of them before
+    the request is queued. ``batch_seconds``: of the HTTP thread for a batch, before its answers. ``shares_core``: the
+    HTTP thread has no core of its own; only for one stage and one copy."""
+
+    times: BatchTimes
+    copies: int = 1
+    request_seconds: float = 0.0
+    batch_seconds: float = 0.0
+    shares_core: bool = False
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the model waits while the HTTP thread works."""
+        return self.shares_core and self.copies == len(self.times.stages) == 1
+
+    @property
+    def most_per_second(self) -> float:
+        """The rate of requests at which the server is saturated."""
+        rows = np.arange(1, self.times.most_rows + 1)
+        slowest = np.max(self.times.stages, axis=0)
+        http = self.request_seconds + self.batch_seconds / self.times.most_rows
+        if self.interrupted:
+            row = float(((slowest + self.batch_seconds) / rows).min()) + self.request_seconds
+        else:
+            row = float((slowest / rows).min()) / self.copies
+        return 1 / max(row, http, 1e-12)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """The prediction at a ``rate`` of requests per second. Latencies are infinite if the server is saturated.
+    ``batch_rows``: the mean of all batches."""
+
+    rate: float
+    max_wait: float
+    p50: float
+    p99: float
+    mean: float
+    batch_rows: float
+
+    @property
+    def saturated(self) -> bool:
+        return math.isinf(self.p99)
+
+
+def simulate(server: Server, rate: float, max_wait: float, requests: int = REQUESTS) -> Load:
+    """Return the latencies of a server at ``rate`` requests of one row per second."""
+    if rate >= server.most_per_second:
+        most = float(server.times.most_rows)
+        return Load(
+            rate=rate, max_wait=max_wait, p50=math.inf, p99=math.inf, mean=math.inf, batch_rows=most
+        )
+    gaps = np.random.default_rng(_SEED).exponential(1.0, requests)
+    queue = _QueueRun(server, max_wait, (np.cumsum(gaps) / rate).tolist())
+    queue.run()
+    seconds = np.subtract(queue.answered, queue.arrivals)[int(_WARM_UP * requests) :]
+    p50, p99 = np.percentile(seconds, (50, 99)).tolist()
+    return Load(
+        rate=rate,
+        max_wait=max_wait,
+        p50=p50,
+        p99=p99,
+        mean=float(seconds.mean()),
+        batch_rows=requests / queue.batches,
+    )
+
+
+def best_wait(server: Server, rate: float) -> float:
+    """Return the ``max_wait`` with the smallest p99 at ``rate``; the shortest of equally good ones."""
+    row = max(stage[0] for stage in server.times.stages)
+    loads = [simulate(server, rate, factor * row) for factor in (0.0, *_WAITS)]
+    least = min(load.p99 for load in loads)
+    if math.isinf(least):
+        return 0.0
+    return next(load.max_wait for load in loads if load.p99 <= (1 + _EQUAL) * least)
+
+
+def copies_needed(
+    server: Server, rate: float, p99: float, wait: Callable[[Server], float]
+) -> int | None:
+    """Return the least number of copies that answer ``rate`` requests per second, 99% of them within ``p99`` seconds
+    (0: any); None if no number does. ``wait``: the ``max_wait`` of a server."""
+
+    def fits(copies: int) -> bool:
+        found = replace(server, copies=copies)
+        load = simulate(found, rate, wait(found))
+        return not load.saturated and (not p99 or load.p99 <= p99)
+
+    # With four times the copies that compute on average, no request waits for one.
+    ample = 4 * rate * server.times.latency[-1] / len(server.times.stages)
+    most = min(MOST_COPIES, 1 + math.ceil(ample))
+    copies = 1 + bisect_left(range(1, most + 1), True, key=fits)
+    return copies if copies <= most else None
+
+
+_READ, _WRITE, _WRITE_FIRST = 0, 1, 2  # work of the HTTP thread
+_HTTP, _DONE, _TIMER = 0, 1, 2  # events
+
+
+class _QueueRun:
+    """The events of a simulation, in the order of time. ``answered``: seconds by request."""
+
+    def __init__(self, server: Server, max_wait: float, arrivals: list[float]) -> None:
+        self.arrivals, self.answered, self.batches = arrivals, [0.0] * len(arrivals), 0
+        self._server, self._times, self._max_wait = server, server.times, max_wait
+        half = server.request_seconds / 2
+        self._work_seconds = half, half, half + server.batch_seconds
+        self._events: list[tuple[float, int, int]] = []
+        self._work: deque[tuple[int, int]] = deque()  # of the HTTP thread
+        self._http_end = -1.0
+        self._waiting: deque[int] = deque()
+        self._queued = [0.0] * len(arrivals)  # seconds by request
+        self._timer = -1  # the oldest request, when the timer was set
+        count = len(server.times.stages)
+        self._starts = [server.times.starts(n) for n in range(1, server.times.most_rows + 1)]
+        self._free_at = [[0.0] * count for _ in range(server.copies)]
+        self._in_flight = [0] * server.copies
+        self._running: dict[int, tuple[int, list[int]]] = {}  # batch: its copy and requests
+        self._delayed = 0.0  # the end of the batch that the HTTP thread delays
+
+    def run(self) -> None:
+        coming = iter(enumerate(self.arrivals))
+        upcoming = next(coming, None)
+        while upcoming is not None or self._events:
+            if upcoming is not None and (not self._events or upcoming[1] <= self._events[0][0]):
+                self._http(upcoming[1], _READ, upcoming[0])
+                upcoming = next(coming, None)
+                continue
+            now, kind, number = heappop(self._events)
+            if kind == _HTTP:
+                self._handled(now)
+            elif kind == _DONE:
+                self._done(now, number)
+            else:
+                self._take(now)
+
+    # ---- the HTTP thread
+
+    def _http(self, now: float, what: int, request: int) -> None:
+        """Give the HTTP thread a request to read or to answer."""
+        self._work.append((what, request))
+        if len(self._work) == 1:
+            self._begin(now)
+
+    def _begin(self, now: float) -> None:
+        seconds = self._work_seconds[self._work[0][0]]
+        self._http_end = now + seconds
+        self._delayed += seconds
+        heappush(self._events, (self._http_end, _HTTP, 0))
+
+    def _handled(self, now: float) -> None:
+        what, request = self._work.popleft()
+        if self._work:
+            self._begin(now)
+        if what != _READ:
+            self.answered[request] = now
+            return
+        self._queued[request] = now
+        self._waiting.append(request)
+        self._take(now)
+
+    # ---- batches
+
+    def _take(self, now: float) -> None:
+        """Start all batches that can start."""
+        stages, most = len(self._times.stages), self._times.most_rows
+        while self._waiting:
+            copy = min(range(len(self._in_flight)), key=self._in_flight.__getitem__)
+            if self._in_flight[copy] == stages:
+                return
+            oldest = self._waiting[0]
+            due = self._queued[oldest] + self._max_wait
+            if len(self._waiting) < most and due > now:
+                if self._timer != oldest:
+                    self._timer = oldest
+                    heappush(self._events, (due, _TIMER, 0))
+                return
+            rows = min(most, len(self._waiting))
+            self._start(now, copy, [self._waiting.popleft() for _ in range(rows)])
+
+    def _start(self, now: float, copy: int, requests: list[int]) -> None:
+        rows, free_at = len(requests), self._free_at[copy]
+        late = 0.0
+        for stage, start in enumerate(self._starts[rows - 1]):
+            late = max(late, free_at[stage] - now - start)
+            free_at[stage] = now + start + late + self._times.stages[stage][rows - 1]
+        end = now + late + self._times.latency[rows - 1]
+        if self._server.interrupted:
+            end += max(0.0, self._http_end - now)
+            free_at[0] = (
+                0.0  # it is free when the batch in flight ends, which may be later than planned
+            )
+        self._delayed = end
+        self._in_flight[copy] += 1
+        self._running[self.batches] = copy, requests
+        heappush(self._events, (end, _DONE, self.batches))
+        self.batches += 1
+
+    def _done(self, now: float, batch: int) -> None:
+        if self._server.interrupted and self._delayed > now:
+            heappush(self._events, (self._delayed, _DONE, batch))
+            return
+        copy, requests = self._running.pop(batch)
+        self._in_flight[copy] -= 1
+        for index, request in enumerate(requests):
+            self._http(now, _WRITE if index else _WRITE_FIRST, request)
+        self._take(now)

@@ -1,0 +1,141 @@
+"""The latencies of a server at the rate that ``serve.requests_per_second`` states, and what follows from them: the wait
+of ``serve.max_wait=auto``, and the copies of the pipeline that the rate needs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from parallax.common.units import format_seconds
+from parallax.machine.host import usable_cores
+from parallax.plan.serving import (
+    MOST_COPIES,
+    BatchTimes,
+    Load,
+    Server,
+    best_wait,
+    copies_needed,
+    simulate,
+)
+from parallax.serve.config import ServeConfig
+
+
+def server_of(
+    times: BatchTimes,
+    config: ServeConfig,
+    *,
+    http: tuple[float, float],
+    kind: str,
+    threads: int,
+    copies: int = 1,
+) -> Server:
+    """Return the server of a model with these ``times``. ``http``: seconds of the HTTP thread for a request, and for a
+    batch. ``kind``: of the devices; on a CPU all ranks together compute with ``threads`` threads."""
+    if config.batch_invariant:
+        times = times.padded()
+    return Server(
+        times=times,
+        copies=copies,
+        request_seconds=http[0],
+        batch_seconds=http[1],
+        shares_core=kind == "cpu" and threads + 1 > usable_cores(),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """The prediction for a ``server`` with the settings of ``serve``, among them a rate. ``max_wait``: chosen if it is
+    auto."""
+
+    server: Server
+    config: ServeConfig
+    max_wait: float
+    load: Load
+
+    @classmethod
+    def of(cls, server: Server, config: ServeConfig) -> Rates:
+        wait = _wait(server, config)
+        load = simulate(server, config.requests_per_second, wait)
+        return cls(server=server, config=config, max_wait=wait, load=load)
+
+    def lines(self) -> list[str]:
+        """Return the wait, if it was chosen, and the latencies."""
+        found = [self._wait_line()] if self.config.waits_auto else []
+        at, limit = f"at {self.load.rate:g} requests/s", self.config.p99_seconds
+        if self.load.saturated:
+            most = self.server.most_per_second
+            line = f"{at}: saturated, since at most {most:.4g} requests/s are answered"
+        else:
+            p50, p99 = format_seconds(self.load.p50), format_seconds(self.load.p99)
+            rows = f"{self.load.batch_rows:.3g} rows in a batch"
+            line = f"{at}: predicted latency p50 {p50}, p99 {p99}, {rows}"
+        if limit:
+            verdict = "meets" if self.load.p99 <= limit else "misses"
+            line += f"; it {verdict} serve.p99={self.config.p99}"
+        return [*found, line]
+
+    def _wait_line(self) -> str:
+        line = f"serve.max_wait=auto is {format_seconds(self.max_wait)}"
+        if not self.max_wait:
+            return (
+                f"{line}: a longer wait would not shorten the p99 at {self.load.rate:g} requests/s"
+            )
+        without = simulate(self.server, self.load.rate, 0.0).p99
+        return f"{line}: without it the p99 at {self.load.rate:g} requests/s is {format_seconds(without)}"
+
+    @property
+    def copies(self) -> int | None:
+        """The least number of copies of the pipeline that answers the rate within ``serve.p99``; None if none does."""
+        return copies_needed(
+            self.server,
+            self.config.requests_per_second,
+            self.config.p99_seconds,
+            lambda server: _wait(server, self.config),
+        )
+
+    def copies_line(self, copies: int | None, devices: int, present: int) -> str:
+        """Return how many copies of the pipeline, of ``devices`` devices each, the rate needs. ``present``: the devices
+        at hand."""
+        wanted = f"{self.config.requests_per_second:g} requests/s"
+        if self.config.p99_seconds:
+            wanted += f" within serve.p99={self.config.p99}"
+        if copies is None:
+            return f"{wanted}: no number of copies of the pipeline is enough: {self._obstacle()}"
+        needed = copies * devices
+        what = f"{copies} {'copy' if copies == 1 else 'copies'} of the pipeline"
+        line = f"{wanted}: {what} on {needed} device{'' if needed == 1 else 's'}"
+        return f"{line}; only {present} at hand" if needed > present else line
+
+    def _obstacle(self) -> str:
+        """Return what more copies do not change."""
+        row = self.server.times.latency[0] + self.server.request_seconds + self.server.batch_seconds
+        if (limit := self.config.p99_seconds) and row > limit:
+            return f"a row alone takes {format_seconds(row)}"
+        if (http := self.server.request_seconds) and self.config.requests_per_second * http >= 1:
+            return f"one process reads and answers at most {1 / http:.4g} requests/s"
+        return f"the p99 of up to {MOST_COPIES} is longer"
+
+    def to_dict(self, copies: int | None) -> dict[str, Any]:
+        """Return plain data."""
+        load = asdict(self.load)
+        return {
+            **{key: None if math.isinf(value) else value for key, value in load.items()},
+            "copies": copies,
+            "most_per_second": self.server.most_per_second,
+            "request_seconds": self.server.request_seconds,
+            "batch_seconds": self.server.batch_seconds,
+        }
+
+
+def _wait(server: Server, config: ServeConfig) -> float:
+    if not config.waits_auto:
+        return config.wait_seconds
+    return best_wait(server, config.requests_per_second)
+
+
+def unrated_lines(config: ServeConfig) -> list[str]:
+    """Return what auto is without a rate."""
+    if not config.waits_auto:
+        return []
+    return ["serve.max_wait=auto is 0 s, since no rate is stated: add serve.requests_per_second=N"]
