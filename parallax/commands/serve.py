@@ -3,91 +3,220 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from rich.console import Console
-
 from parallax import __version__
 from parallax.commands.options import RUNS, add_checkpoint, add_overrides, console_of
+from parallax.commands.plan.rates import PLANNED_ROWS
 from parallax.common.signals import handling_requests, interrupt, under_torchrun
 from parallax.errors import ConfigError
+from parallax.machine.local import choose_devices
+from parallax.machine.variables import check_interfaces
 from parallax.plan.task import PlanTask
 from parallax.run.export import CheckpointChoice
 from parallax.run.inference import EMA, TRAINED, ForwardJob, ForwardRequest, stored_run
-from parallax.run.serving import RunModel, open_model
+from parallax.run.job import local_cluster
+from parallax.run.processes.answering import answer_batches, connected
+from parallax.run.processes.forwards import job_of_file, job_together
+from parallax.run.processes.launch import start_afresh, uses_accelerator
+from parallax.run.processes.process import as_rank
+from parallax.run.rates import measured_rates
+from parallax.run.replicas import LINK, Replicas, Say
+from parallax.run.resume import StoredRun
+from parallax.run.serving import RunModel, follow, open_model
+from parallax.run.serving_together import serve_together
 from parallax.run.working import working
-from parallax.serve.config import ServeConfig
+from parallax.runtime.failure.watch import Watch
+from parallax.serve.config import SERVER_LIBRARIES
+from parallax.serve.rates import unrated_lines
 
 EXAMPLES = """examples:
   parallax serve deeper                                 the last checkpoint of runs/deeper, on http://127.0.0.1:8000
   parallax serve deeper serve.port=9000 --best          the checkpoint with the best checkpoint.metric
   parallax serve deeper serve.max_batch_rows=64 serve.max_wait=0.005
+  parallax serve deeper serve.max_wait=auto serve.requests_per_second=200   the wait with the smallest predicted p99
   parallax serve deeper serve.batch_invariant=true      answers do not depend on other requests, to the bit
+  parallax serve deeper cluster.devices=4 serve.replicas=2    two copies of the model on two devices each
+  parallax serve deeper serve.follow=true               take over new checkpoints of a run that still trains
+  torchrun --nproc-per-node=2 -m parallax serve deeper  by ranks that torchrun starts
   parallax serve deeper serve.host=0.0.0.0 serve.token_file=~/token
   curl -d '{"inputs": [{"name": "input", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]}]}' \\
        -H 'Content-Type: application/json' http://127.0.0.1:8000/v2/models/deeper/infer
 """
-_LIBRARIES = "starlette", "uvicorn", "prometheus_client"
 _LOCAL = "127.", "::1", "localhost"
-# Plans are for the largest batch.
-_PLANNED_ROWS = "trainer.global_batch=${serve.max_batch_rows}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a run, or its name")
+    parser.add_argument(
+        "run", type=Path, nargs="?", metavar="RUN", help="the directory of a run, or its name"
+    )
+    parser.add_argument("--prepared", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     add_checkpoint(parser, (TRAINED, EMA))
     add_overrides(parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the command; return the exit code."""
-    if under_torchrun():
-        raise ConfigError("serve: it runs in one process; start it without torchrun")
-    if missing := [name for name in _LIBRARIES if find_spec(name) is None]:
+    if missing := [name for name in SERVER_LIBRARIES if find_spec(name) is None]:
         raise ConfigError(
             f"serve needs {', '.join(missing)}; install it with pip install 'parallax-train[serve]'"
         )
+    if parsed.prepared is None and (parsed.run is None or "=" in str(parsed.run)):
+        raise ConfigError(
+            "serve: name the directory of a run, or its name, before the settings: parallax serve RUN key=value"
+        )
     parsed.json = False
+    if under_torchrun():
+        as_rank(lambda watch, held: _as_rank(parsed, watch))
+    if parsed.prepared is not None:
+        try:
+            return _serve_job(parsed, ForwardJob.read(parsed.prepared))
+        finally:
+            parsed.prepared.unlink(missing_ok=True)
     console = console_of(parsed)
     with handling_requests(interrupt), working(console, "planning") as work:
-        found = stored_run(parsed.run, RUNS, parsed.overrides)
+        found = _stored(parsed)
         work.limit(found.config.trainer)
         job = ForwardJob.of(found, _request(parsed), work)
-        job.config.serve.token()
-        work("loading the weights")
-        model = open_model(job)
-    try:
-        for remark in job.remarks:
-            console.print(remark, highlight=False, markup=False, soft_wrap=True)
-        _serve(model, job.config.serve, console)
-    finally:
-        model.close()
-    return 0
+    if _ranks(job) > 1 and parsed.own_process:
+        _start_afresh(job)
+    return _serve_job(parsed, job)
 
 
-def _request(parsed: argparse.Namespace) -> ForwardRequest:
-    return ForwardRequest(
-        task=PlanTask.INFERENCE,
-        overrides=(_PLANNED_ROWS, *parsed.overrides),
-        choice=CheckpointChoice(step=parsed.step, best=parsed.best),
-        weights=parsed.weights,
-        groups=("serve",),
-    )
+def _ranks(job: ForwardJob) -> int:
+    return job.plan.world_size * job.config.serve.replicas
 
 
-def _serve(model: RunModel, config: ServeConfig, console: Console) -> None:
-    from parallax.serve.invariance import batch_difference, difference_text
-    from parallax.serve.server import serve
+def _serve_job(parsed: argparse.Namespace, job: ForwardJob) -> int:
+    """Serve ``job`` in this process, or by ranks that this process starts."""
+    console = console_of(parsed)
 
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
+    job.config.serve.token()
+    with contextlib.ExitStack() as closing:
+        with handling_requests(interrupt), working(console, "loading the weights"):
+            model: RunModel
+            if _ranks(job) > 1:
+                check_interfaces()
+                model = copies = Replicas(job, say)
+                closing.callback(model.close)
+                copies.wait_until_ready()
+            else:
+                model = open_model(job)
+                closing.callback(model.close)
+            model.try_forward()
+        for remark in job.remarks:
+            say(remark)
+        if model.most > 1:
+            say(f"{model.most} replicas of these processes")
+        with _following(parsed, job, model, say):
+            _serve(model, job, say, lambda: model.failure)
+        if model.failure is not None:
+            raise model.failure
+    return 0
+
+
+def _start_afresh(job: ForwardJob) -> None:
+    """Replace this process by one that serves ``job``, if it has measured on an accelerator and would keep memory there
+    that the ranks need."""
+    kind = choose_devices(local_cluster(job.config)).kind
+    if uses_accelerator(kind):
+        name = f"parallax-serve-{os.getpid()}-{os.urandom(8).hex()}.json"
+        file = Path(tempfile.gettempdir()) / name
+        job.write(file)
+        start_afresh([*sys.argv[1:], "--prepared", str(file)])
+
+
+def _as_rank(parsed: argparse.Namespace, watch: Watch) -> int:
+    with watch.phase("planning"):
+        if parsed.prepared is not None:
+            job = job_of_file(parsed.prepared)
+        else:
+            devices = int(os.environ.get("WORLD_SIZE", "1"))
+            job = job_together(lambda: _stored(parsed), _request(parsed, devices))
+    if (path := os.environ.get(LINK)) is not None:
+        answer_batches(job, watch, lambda: connected(path))
+        return 0
+    if job.config.serve.replicas > 1:
+        raise ConfigError(
+            f"serve.replicas={job.config.serve.replicas}: torchrun's ranks compute one copy of the model, with "
+            "replicas of its stages; start parallax serve without torchrun for several"
+        )
+    console = console_of(parsed)
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def front(model: RunModel) -> None:
+        model.try_forward()
+        for remark in job.remarks:
+            say(remark)
+        with _following(parsed, job, model, say):
+            _serve(model, job, say, watch.stop_requested)
+
+    serve_together(job, watch, front)
+    return 0
+
+
+@contextlib.contextmanager
+def _following(
+    parsed: argparse.Namespace, job: ForwardJob, model: RunModel, say: Say
+) -> Iterator[None]:
+    """A context in which ``model`` takes over new checkpoints, with ``serve.follow``."""
+    if not job.config.serve.follow:
+        yield
+        return
+    run, choice = _stored(parsed), _request(parsed)
+    over = threading.Event()
+    thread = threading.Thread(target=follow, args=(model, job, run, choice, say, over), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _stored(parsed: argparse.Namespace) -> StoredRun:
+    return stored_run(parsed.run, RUNS, parsed.overrides)
+
+
+def _request(parsed: argparse.Namespace, devices: int = 1) -> ForwardRequest:
+    return ForwardRequest(
+        task=PlanTask.INFERENCE,
+        overrides=(PLANNED_ROWS, *parsed.overrides),
+        choice=CheckpointChoice(step=parsed.step, best=parsed.best),
+        weights=parsed.weights,
+        devices=devices,
+        groups=("serve",),
+    )
+
+
+def _serve(model: RunModel, job: ForwardJob, say: Say, end_requested: Callable[[], object]) -> None:
+    from parallax.serve.invariance import batch_difference, difference_text
+    from parallax.serve.server import serve
+    from parallax.serve.timing import TimedModel
+
+    config, timed = job.config.serve, TimedModel(model)
+
     with handling_requests(interrupt):
-        difference = batch_difference(model, config)
+        difference = batch_difference(timed, config)
+        rates = measured_rates(timed, job, config.replicas) if config.requests_per_second else None
     if difference is not None:
         say(difference_text(difference, config))
+    for line in rates.lines() if rates else unrated_lines(config):
+        say(line)
     for what, specs in (("takes", model.inputs), ("returns", model.outputs)):
         listed = ", ".join(f"{spec.name} {spec.datatype} {list(spec.shape)}" for spec in specs)
         say(f"{model.name} {what} {listed}")
@@ -96,9 +225,25 @@ def _serve(model: RunModel, config: ServeConfig, console: Console) -> None:
             f"serve.host={config.host}: everyone who reaches this address can use the model; serve.token_file=FILE "
             "asks for a token"
         )
-    serve(
-        model,
-        config,
-        lambda address: say(f"serving {address}/v2/models/{model.name}, version {model.version}"),
-        __version__,
-    )
+    with _frozen_objects():
+        serve(
+            model,
+            replace(config, max_wait=rates.max_wait if rates else config.wait_seconds),
+            lambda address: say(
+                f"serving {address}/v2/models/{model.name}, version {model.version}"
+            ),
+            __version__,
+            end_requested,
+        )
+
+
+@contextlib.contextmanager
+def _frozen_objects() -> Iterator[None]:
+    """Exclude all present objects from garbage collections: the model and the libraries are some 300,000 objects, and
+    while they are searched, 0.2 s every few thousand requests, no request is answered."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from parallax.machine.probes import ALONE, HostSpeeds, Probes, measure_together
 from parallax.plan.analytic.catalog import UPDATE_BYTES
 from parallax.plan.analytic.hardware import LINK_KINDS
 from parallax.plan.cluster import Cluster, Device, Link, Node, with_buckets
-from parallax.plan.tier import AUTO, HOST, ROOM_KEYS, Tier, choose_tier
+from parallax.plan.tier import AUTO, HOST, ROOM_KEYS, TIERS, Tier, choose_tier
 
 RANKS_PER_GPU = 8
 MOST_PROCESSES = 8  # on a CPU with devices=auto
@@ -344,3 +344,28 @@ def _tier_bytes(config: ClusterConfig, tier: Tier, probes: Probes) -> int:
     if wanted == AUTO:
         return tier.free_bytes(Path(probes.directory), available_memory()) * 8 // 10
     return parse_bytes(wanted, f"cluster.{tier.key}")
+
+
+def divided(config: ClusterConfig, copies: int, folder: Path) -> ClusterConfig:
+    """Return one of ``copies`` equal parts of the devices, with an equal part of the cores and of each tier.
+    ``folder``: of swap files. Raises :class:`ConfigError` for fewer devices than copies."""
+    choice = choose_devices(config)
+    if copies > choice.count:
+        raise ConfigError(
+            f"serve.replicas={copies}: each copy needs a device, and cluster.devices is {choice.count}; set "
+            f"cluster.devices={copies} or more"
+        )
+    parts: dict[str, Any] = {}
+    for tier in TIERS.values():
+        if tier.exists:
+            wanted = getattr(config, tier.key)
+            free = tier.free_bytes(folder, available_memory()) * 8 // 10
+            total = free if wanted == AUTO else parse_bytes(wanted, f"cluster.{tier.key}")
+            parts[tier.key] = total // copies
+    return replace(
+        config,
+        devices=choice.count // copies,
+        threads=choice.threads,
+        device_memory=min(_device_memory(config, choice)),
+        **parts,
+    )

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from parallax import config as configuration
 from parallax.common.documents import DOCUMENT_BYTES, plain_json, read_text
+from parallax.common.files import existing_parent
 from parallax.common.trust import check_named
 from parallax.config import RunConfig
 from parallax.errors import ConfigError, printable
-from parallax.machine.local import ClusterConfig
+from parallax.machine.local import ClusterConfig, divided
 from parallax.model.block import leaves
 from parallax.model.describe import Chain
 from parallax.plan.cluster import Cluster
@@ -34,6 +35,7 @@ from parallax.plan.task import PlanTask
 from parallax.plan.tier import AUTO
 from parallax.run.export import CheckpointChoice
 from parallax.run.job import local_cluster, open_source, plan_run
+from parallax.run.nodes import swap_folder
 from parallax.run.planning import Loss, Planned, as_planned
 from parallax.run.resume import StoredRun
 from parallax.runtime.checkpoint import CheckpointReader
@@ -100,7 +102,8 @@ class ForwardRequest:
     """The forwards that a user requests. ``overrides`` change the run's settings. ``choice``: the checkpoint.
     ``weights``: trained, ema, or None for the weights with which the run validated. ``devices``: the number of devices
     to plan for, unless the overrides set it. ``groups``: further groups of settings that the overrides may change.
-    ``rows``: new rows, which replace the run's data."""
+    ``rows``: new rows, which replace the run's data. ``layer``: a module, whose output is computed;
+    empty: the model's."""
 
     task: PlanTask
     choice: CheckpointChoice
@@ -109,6 +112,12 @@ class ForwardRequest:
     devices: int = 1
     groups: tuple[str, ...] = ()
     rows: NewRows | None = None
+    layer: str = ""
+
+    def chosen(self, run: StoredRun) -> tuple[Path, bool, str]:
+        """Return the checkpoint to use, whether to use averaged weights, and a remark on the choice."""
+        checkpoint, remark = self.choice.find(run)
+        return checkpoint, _averaged(run, checkpoint, self.weights), remark
 
     def settings(self, run: StoredRun) -> RunConfig:
         """Return the settings for the forwards. Raises :class:`ConfigError` if an override changes a setting that only
@@ -128,6 +137,8 @@ class ForwardRequest:
         found = configuration.compose(self.overrides, base)
         local_cluster(found)
         changed = configuration.changes(base, found)
+        if "serve" in self.groups:
+            found = shared(found, run.directory)
         accepted = (*_CHANGED, *self.groups)
         for key in changed:
             root, _, leaf = key.partition(".")
@@ -144,6 +155,16 @@ class ForwardRequest:
         limit = found.trainer.eval_batches if "trainer.eval_batches" in changed else AUTO
         found = replace(found, trainer=replace(found.trainer, eval_batches=limit))
         return found if _holds_out(changed) else _with_all_rows(found)
+
+
+def shared(config: RunConfig, directory: Path) -> RunConfig:
+    """Return the settings of one of ``serve.replicas`` copies, with an equal part of the devices and of the memory that
+    all may use. Raises :class:`ConfigError` for more copies than devices."""
+    copies, cluster = config.serve.replicas, local_cluster(config)
+    if copies == 1:
+        return config
+    folder = existing_parent(swap_folder(config.swap, directory))
+    return replace(config, cluster=divided(cluster, copies, folder))
 
 
 def _sized(stored: RunConfig, devices: int) -> ClusterConfig:
@@ -177,7 +198,8 @@ def _with_all_rows(config: RunConfig) -> RunConfig:
 @dataclass(frozen=True, kw_only=True)
 class ForwardJob:
     """All that a rank needs to run forwards, as plain data that is equal on all ranks. ``directory``: the directory of
-    the run. ``averaged``: use averaged weights. ``rows``: new rows, which replace the run's data. ``remarks``: messages
+    the run. ``averaged``: use averaged weights. ``rows``: new rows, which replace the run's data. ``layer``: the module
+    whose output is computed; empty: the model's. ``remarks``: messages
     for the user about the choice of the checkpoint and the devices."""
 
     config: RunConfig
@@ -186,6 +208,7 @@ class ForwardJob:
     checkpoint: Path
     averaged: bool = False
     rows: NewRows | None = None
+    layer: str = ""
     changed: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
 
@@ -200,11 +223,11 @@ class ForwardJob:
     ) -> ForwardJob:
         """Return the job for ``request``: choose the checkpoint, and plan forwards for the present devices.
         ``present``: the cluster of all nodes, if there are several; this process is on the first of them."""
-        checkpoint, chosen = request.choice.find(run)
-        averaged = _averaged(run, checkpoint, request.weights)
+        checkpoint, averaged, chosen = request.chosen(run)
         config = request.settings(run)
         read = config if request.rows is None else request.rows.read_by(config)
-        planned = plan_run(read, run.directory / "evaluate" / "swap", progress, present=present)
+        scratch = run.directory / "evaluate" / "swap"
+        planned = plan_run(read, scratch, progress, present=present, layer=request.layer)
         return cls(
             config=counted(config, planned),
             plan=planned.plan,
@@ -212,6 +235,7 @@ class ForwardJob:
             checkpoint=checkpoint,
             averaged=averaged,
             rows=request.rows,
+            layer=request.layer,
             changed=_changed(run.config, config),
             remarks=tuple(filter(None, (chosen, *planned.remarks))),
         )
@@ -225,6 +249,7 @@ class ForwardJob:
             "checkpoint": str(self.checkpoint),
             "averaged": self.averaged,
             "rows": None if self.rows is None else asdict(self.rows),
+            "layer": self.layer,
             "changed": list(self.changed),
             "remarks": list(self.remarks),
         }
@@ -239,6 +264,7 @@ class ForwardJob:
             checkpoint=Path(data["checkpoint"]),
             averaged=data["averaged"] is True,
             rows=None if data["rows"] is None else NewRows(**data["rows"]),
+            layer=str(data["layer"]),
             changed=tuple(map(str, data["changed"])),
             remarks=tuple(map(str, data["remarks"])),
         )

@@ -3,80 +3,84 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallax.errors import ConfigError, PlanError
+from parallax.errors import ConfigError, ParallaxError, printable
 from parallax.machine.accelerators import limit_device_memory, select_device
 from parallax.machine.local import choose_devices
-from parallax.model.block import flatten, leaves, rebuild
+from parallax.model.block import flatten, leaves
 from parallax.model.describe import Chain
-from parallax.run.inference import ForwardJob, output_tensors, tensor_name
+from parallax.run.inference import ForwardJob, ForwardRequest, output_tensors, tensor_name
 from parallax.run.job import build_chain, local_cluster, sample_inputs
 from parallax.run.planning import settle
-from parallax.runtime.checkpoint import step_of
+from parallax.run.processes.answering import RequestRows
+from parallax.run.rank_group import Named, joined
+from parallax.run.resume import StoredRun
 from parallax.runtime.forward import ForwardEngine
-from parallax.serve.model import NAMES, TensorSpec
+from parallax.serve.model import NAMES, BatchOutputs, ServedModel, TensorSpec
+
+_FOLLOW_SECONDS = 1.0  # between two looks for a new checkpoint
 
 
-class RequestRows:
-    """A batch of requests as rows for an engine: ``template`` with ``tensors`` in place of its slots."""
+class RunModel(ServedModel):
+    """The model of a run: its name, inputs and outputs. Subclasses compute."""
 
-    def __init__(self, template: Any, tensors: Sequence[Tensor]) -> None:
-        self._template, self._tensors = template, tensors
+    def __init__(self, job: ForwardJob, chain: Chain) -> None:
+        self.name = job.directory.resolve().name
+        self._samples, self.template = flatten(sample := sample_inputs(job.config, 2))
+        self.inputs = input_specs(chain, sample, self._samples)
 
-    def __len__(self) -> int:
-        return len(self._tensors[0])
+    failure: ParallaxError | None = None
+    """Why the model can compute no more."""
 
-    def inputs(self, start: int, stop: int) -> Any:
-        return rebuild(self._template, [tensor[start:stop] for tensor in self._tensors])
+    outdated = False
+    """Whether a copy computes with other weights than those loaded last."""
 
-    def targets(self, start: int, stop: int) -> Any:
-        raise AssertionError(
-            f"targets of rows {start} to {stop}: forwards without a loss read none"
-        )
+    @property
+    @abstractmethod
+    def step(self) -> int:
+        """The step of the newest weights."""
 
+    @property
+    def version(self) -> str:  # type: ignore[override]
+        return str(self.step)
 
-class RunModel:
-    """The :class:`~parallax.serve.model.ServedModel` of a run in one process."""
+    @abstractmethod
+    def compute(self, tensors: Sequence[Tensor]) -> tuple[Named, int]:
+        """Return the outputs of a batch, and the step of the weights that computed them."""
 
-    def __init__(self, job: ForwardJob, engine: ForwardEngine, chain: Chain) -> None:
-        self.name, self.version = job.directory.resolve().name, str(step_of(job.checkpoint))
-        self._engine = engine
-        sample = sample_inputs(job.config, 2)
-        self._tensors, self._template = flatten(sample)
-        self.inputs = input_specs(chain, sample, self._tensors)
-        self.outputs: tuple[TensorSpec, ...] = self._output_specs()
+    @abstractmethod
+    def load(self, job: ForwardJob) -> str:
+        """Take over the checkpoint of ``job``; return why it cannot be loaded, or an empty text."""
 
-    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def run(self, tensors: Sequence[Tensor]) -> BatchOutputs:
         """See :class:`~parallax.serve.model.ServedModel`."""
-        return [part.cpu() for _, part in self._results(tensors)]
+        named, step = self.compute(tensors)
+        return BatchOutputs([tensor for _, tensor in named], str(step))
 
-    def close(self) -> None:
-        self._engine.close()
-
-    def _results(self, tensors: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-        """Return the outputs of all rows by name."""
-        parts = sorted(self._engine.predict(RequestRows(self._template, tensors)), key=_first_row)
-        named = [output_tensors(results) for _, results in parts]
-        return [
-            (same[0][0], torch.cat([tensor for _, tensor in same]) if len(same) > 1 else same[0][1])
-            for same in zip(*named)
-        ]
+    def try_forward(self) -> None:
+        """Set the outputs to those of a forward of zeros. Raises :class:`ConfigError` for outputs that cannot be
+        divided by rows."""
+        self.outputs = self._output_specs()
 
     def _output_specs(self) -> tuple[TensorSpec, ...]:
-        """Return the outputs of a forward of zeros. Raises :class:`ConfigError` for outputs that cannot be divided by
-        rows."""
         rows = 2
         inputs = [
-            torch.zeros((rows, *tensor.shape[1:]), dtype=tensor.dtype) for tensor in self._tensors
+            torch.zeros((rows, *tensor.shape[1:]), dtype=tensor.dtype) for tensor in self._samples
         ]
         found = []
         varies = any(-1 in spec.shape[1:] for spec in self.inputs)
-        for name, tensor in self._results(inputs):
+        for name, tensor in self.compute(inputs)[0]:
             if tensor.dtype not in NAMES or tensor.shape[:1] != (rows,):
                 raise ConfigError(
                     f"serve: the model's output {name} of {rows} rows has the type {tensor.dtype} and the shape "
@@ -89,8 +93,49 @@ class RunModel:
         return tuple(found)
 
 
-def _first_row(part: tuple[int, Any]) -> int:
-    return part[0]
+class LocalModel(RunModel):
+    """Computes in this process."""
+
+    def __init__(self, job: ForwardJob, engine: ForwardEngine, chain: Chain) -> None:
+        super().__init__(job, chain)
+        self._engine, self._lock = engine, threading.Lock()
+
+    @property
+    def step(self) -> int:
+        return self._engine.completed_steps
+
+    def compute(self, tensors: Sequence[Tensor]) -> tuple[Named, int]:
+        """See :class:`RunModel`."""
+        rows = RequestRows(self.template, tensors, len(tensors[0]))
+        with self._lock:
+            found = sorted(self._engine.predict(rows), key=lambda part: part[0])
+            self.fetched_bytes += self._engine.fetched_bytes()
+            step = self._engine.completed_steps
+        parts = [output_tensors(results) for _, results in found]
+        return [(name, tensor.cpu()) for name, tensor in joined(parts)], step
+
+    def load(self, job: ForwardJob) -> str:
+        """See :class:`RunModel`."""
+        try:
+            with self._lock:
+                self._engine.load(job.checkpoint, averaged=job.averaged)
+        except (ParallaxError, OSError) as error:
+            return printable(str(error))
+        return ""
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def open_model(job: ForwardJob) -> LocalModel:
+    """Return the model of ``job``, whose plan has one rank, in this process with the checkpoint's weights."""
+    config = job.config
+    choice = choose_devices(local_cluster(config))
+    settle(choice)
+    device = select_device(choice.kind, 0)
+    limit_device_memory(device, job.plan.allocator_bytes(0))
+    chain = build_chain(config)
+    return LocalModel(job, job.build_forward(chain, device, "serve"), chain)
 
 
 def input_specs(chain: Chain, sample: Any, tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
@@ -135,16 +180,28 @@ def _arguments(chain: Chain) -> list[str]:
     return []
 
 
-def open_model(job: ForwardJob) -> RunModel:
-    """Return the model of ``job`` in this process, with the checkpoint's weights."""
-    config = job.config
-    if job.plan.world_size > 1:
-        raise PlanError(
-            f"serve: the plan uses {job.plan.world_size} ranks, and serving runs in one process: set cluster.devices=1"
-        )
-    choice = choose_devices(local_cluster(config))
-    settle(choice)
-    device = select_device(choice.kind, 0)
-    limit_device_memory(device, job.plan.allocator_bytes(0))
-    chain = build_chain(config)
-    return RunModel(job, job.build_forward(chain, device, "serve"), chain)
+def follow(
+    model: RunModel,
+    job: ForwardJob,
+    run: StoredRun,
+    request: ForwardRequest,
+    say: Callable[[str], None],
+    over: threading.Event,
+) -> None:
+    """Have ``model``, which serves ``job``, take over each new checkpoint of ``run`` that ``request`` chooses, until
+    ``over`` is set. ``say`` prints a line."""
+    seen = job.checkpoint
+    while not over.wait(_FOLLOW_SECONDS):
+        try:
+            checkpoint, averaged, _ = request.chosen(run)
+        except (ParallaxError, OSError):  # it is being removed
+            continue
+        if checkpoint == seen and not model.outdated:
+            continue
+        job = replace(job, checkpoint=checkpoint, averaged=averaged)
+        reason = model.load(job)
+        if reason and not checkpoint.exists():  # a newer one has taken its place
+            continue
+        if checkpoint != seen:
+            say(f"{checkpoint.name}: {reason or f'version {model.version} answers now'}")
+        seen = checkpoint

@@ -295,6 +295,10 @@ class ForwardEngine:
         before."""
         return self._built.peak_bytes()
 
+    def fetched_bytes(self) -> int:
+        """Return the bytes of offloaded parameters fetched since the last call."""
+        return self._built.stage.offloaded.take_statistics().bytes_in
+
     @property
     def transports(self) -> dict[str, str]:
         """``"0 -> 1"`` → the name of the transport, for each edge on which this rank sends."""

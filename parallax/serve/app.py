@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import json
 import re
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -14,13 +15,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from torch import Tensor
 
 from parallax.common.units import format_bytes
 from parallax.serve.batching import Batcher
 from parallax.serve.config import ServeConfig
 from parallax.serve.metrics import ServeMetrics
-from parallax.serve.model import ServedModel
+from parallax.serve.model import BatchOutputs, ServedModel
 from parallax.serve.tensors import (
     RequestError,
     metadata,
@@ -60,6 +60,8 @@ class ServeApp:
                 ("GET", of_model, self._described),
                 ("GET", f"{of_model}/ready", self._model_ready),
                 ("POST", f"{of_model}/infer", self._infer),
+                ("GET", f"{of_model}/replicas", self._replicas),
+                ("POST", f"{of_model}/replicas", self._scale),
             ]
         open_paths = [
             Route("/v2/health/live", self._live, methods=["GET"]),
@@ -95,8 +97,12 @@ class ServeApp:
         return JSONResponse({"live": True})
 
     async def _ready(self, _: Request) -> Response:
-        ready = not self.draining
+        ready = self._is_ready
         return JSONResponse({"ready": ready}, 200 if ready else 503)
+
+    @property
+    def _is_ready(self) -> bool:
+        return not self.draining and self._model.ready > 0
 
     async def _server(self, _: Request) -> Response:
         extensions = ["binary_tensor_data"]
@@ -110,12 +116,33 @@ class ServeApp:
 
     async def _model_ready(self, request: Request) -> Response:
         self._check_address(request)
-        ready = not self.draining
+        ready = self._is_ready
         return JSONResponse({"name": self._model.name, "ready": ready}, 200 if ready else 503)
 
     async def _numbers(self, _: Request) -> Response:
-        text = self._metrics.text(self._batcher.queued_rows)
+        text = self._metrics.text(self._batcher.queued_rows, self._model)
         return Response(text, media_type=self._metrics.content_type)
+
+    async def _replicas(self, request: Request) -> Response:
+        self._check_address(request)
+        model = self._model
+        return JSONResponse({"replicas": model.replicas, "ready": model.ready, "most": model.most})
+
+    async def _scale(self, request: Request) -> Response:
+        self._check_address(request)
+        body = await self._body(request)
+        try:
+            wanted = json.loads(body)["replicas"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            wanted = None
+        if type(wanted) is not int or not 1 <= wanted <= self._model.most:
+            raise RequestError(
+                400, f'accepted is {{"replicas": 1}} to {self._model.most} (serve.replicas)'
+            )
+        if self.draining:
+            raise RequestError(503, "the server ends", _DRAIN_RETRY_SECONDS)
+        self._model.scale(wanted)
+        return await self._replicas(request)
 
     def _check_address(self, request: Request) -> None:
         name = request.path_params["model"]
@@ -160,6 +187,9 @@ class ServeApp:
         outputs = await self._outputs(request, answer, deadline - loop.time())
         if outputs is None:
             return Response(status_code=_GONE)
+        asked = request.path_params.get("version", outputs.version)
+        if asked != outputs.version:
+            raise RequestError(503, f"version {shown(asked)} is being replaced", 1)
         content, header_bytes = write_response(parsed, self._model, outputs)
         if header_bytes is None:
             return Response(content, media_type="application/json")
@@ -198,8 +228,8 @@ class ServeApp:
         return b"".join(parts)
 
     async def _outputs(
-        self, request: Request, answer: Future[list[Tensor]], seconds: float
-    ) -> list[Tensor] | None:
+        self, request: Request, answer: Future[BatchOutputs], seconds: float
+    ) -> BatchOutputs | None:
         """Return the outputs; None if the client left. Raises :class:`RequestError` with status 504 after
         ``seconds``."""
         waiting = asyncio.wrap_future(answer)

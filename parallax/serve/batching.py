@@ -1,8 +1,8 @@
-"""One queue, and one thread that feeds the model from it.
+"""One queue, and the threads that feed the model from it, one for each batch that the model can compute at once.
 
-The thread takes the oldest request and all later ones of equal shapes and types, in order, until the batch is full.
-While the model computes, requests collect. With ``max_wait`` a batch that is not full waits for more, counted from the
-arrival of its oldest request::
+When the model can take a batch, a thread takes the oldest request and all later ones of equal shapes and types, in
+order, until the batch is full. While the model computes, requests collect. With ``max_wait`` a batch that is not full
+waits for more, counted from the arrival of its oldest request::
 
     arrivals    a b   c d e f          g
     max_wait=0  [a]   [b c d]  [e f]   [g]       batches of what arrived during the previous one
@@ -21,16 +21,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from parallax.errors import printable
 from parallax.serve.config import ServeConfig
 from parallax.serve.metrics import ServeMetrics
-from parallax.serve.model import ServedModel
+from parallax.serve.model import BatchOutputs, ModelFailed, ServedModel
 from parallax.serve.tensors import RequestError
 
 logger = logging.getLogger("parallax")
 
 _RETRY_SECONDS = 1  # after which a client may try a full queue again
-_CLOSE_SECONDS = 5.0  # for the model to end its batch when the server closes
+_CLOSE_SECONDS = 5.0  # for the model to end its batches when the server closes
 
 
 @dataclass(eq=False)
@@ -39,7 +38,7 @@ class Queued:
     cancelled is not computed, or its outputs are dropped."""
 
     tensors: list[Tensor]
-    answer: Future[list[Tensor]] = field(default_factory=Future)
+    answer: Future[BatchOutputs] = field(default_factory=Future)
     arrived: float = field(default_factory=time.monotonic)
 
     @property
@@ -60,27 +59,31 @@ class Batcher:
         self._queue: deque[Queued] = deque()
         self._changed = threading.Condition()
         self._closing = False
-        self._thread = threading.Thread(target=self._work, name="parallax-model", daemon=True)
+        self._at_work = 0  # batches that the model computes
+        self._threads = list[threading.Thread]()
 
     def start(self) -> None:
-        self._thread.start()
+        self._model.on_change(self._model_changed)
+        self._model_changed()
 
     def close(self) -> None:
-        """Refuse what is queued and end the thread; a batch that the model still computes is waited for a moment."""
+        """Refuse what is queued and end the thread; wait a moment for batches that the model still computes."""
         with self._changed:
             self._closing = True
             left, self._queue = [*self._queue], deque()
             self._changed.notify_all()
         for request in left:
             _refuse(request, RequestError(503, "the server ends"))
-        self._thread.join(_CLOSE_SECONDS)
+        end = time.monotonic() + _CLOSE_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
 
     @property
     def queued_rows(self) -> int:
         with self._changed:
             return sum(request.rows for request in self._queue)
 
-    def submit(self, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
+    def submit(self, tensors: Sequence[Tensor]) -> Future[BatchOutputs]:
         """Queue a request of at most ``max_batch_rows`` rows; return the future of its outputs. Raises
         :class:`RequestError` with status 503 if the queue is full."""
         request = Queued(list(tensors))
@@ -97,14 +100,21 @@ class Batcher:
         request.answer.add_done_callback(lambda answer: self._drop(request, answer))
         return request.answer
 
-    def _drop(self, request: Queued, answer: Future[list[Tensor]]) -> None:
+    def _drop(self, request: Queued, answer: Future[BatchOutputs]) -> None:
         """Remove a cancelled request from the queue, so that it takes no rows of it."""
         if answer.cancelled():
             with self._changed:
                 if request in self._queue:
                     self._queue.remove(request)
 
-    # ---- the thread
+    # ---- the threads
+
+    def _model_changed(self) -> None:
+        with self._changed:
+            while len(self._threads) < self._model.capacity and not self._closing:
+                self._threads.append(threading.Thread(target=self._work, daemon=True))
+                self._threads[-1].start()
+            self._changed.notify_all()
 
     def _work(self) -> None:
         while batch := self._take():
@@ -114,19 +124,24 @@ class Batcher:
                 self._metrics.queue_seconds.observe(started - request.arrived)
             if taken:
                 self._compute(taken)
+            with self._changed:
+                self._at_work -= 1
+                self._changed.notify_all()
 
     def _take(self) -> list[Queued]:
-        """Wait for requests and remove the next batch from the queue; empty when the server closes."""
+        """Wait for requests and for a model that can compute; remove the next batch from the queue and return it. It is
+        empty when the server closes."""
         with self._changed:
             while not self._closing:
                 batch, full = self._next()
-                if not batch:
+                if not batch or self._at_work >= self._model.capacity:
                     self._changed.wait()
                     continue
-                left = batch[0].arrived + self._config.max_wait - time.monotonic()
+                left = batch[0].arrived + self._config.wait_seconds - time.monotonic()
                 if full or left <= 0:
                     gone = set(batch)
                     self._queue = deque(each for each in self._queue if each not in gone)
+                    self._at_work += 1
                     return batch
                 self._changed.wait(left)
         return []
@@ -153,25 +168,30 @@ class Batcher:
                 for request in batch:
                     self._compute([request])
                 return
-            reason = f"the model failed: {type(error).__name__}: {_first_line(error)}"
+            if isinstance(error, RequestError):
+                _refuse(batch[0], error)
+                return
+            failed = error if isinstance(error, ModelFailed) else ModelFailed.of(error)
+            reason = f"the model failed: {failed}"
             logger.warning(reason)
             _refuse(batch[0], RequestError(500, reason))
             return
         first = 0
         for request in batch:
             last = first + request.rows
-            request.answer.set_result([output[first:last] for output in outputs])
+            tensors = [output[first:last] for output in outputs.tensors]
+            request.answer.set_result(BatchOutputs(tensors, outputs.version))
             first = last
 
-    def _run(self, tensors: list[Tensor]) -> list[Tensor]:
+    def _run(self, tensors: list[Tensor]) -> BatchOutputs:
         rows = len(tensors[0])
         started = time.monotonic()
         if self._config.batch_invariant:
             tensors = padded(tensors, self._config.max_batch_rows)
-        outputs = [output[:rows] for output in self._model.run(tensors)]
+        found = self._model.run(tensors)
         self._metrics.compute_seconds.observe(time.monotonic() - started)
         self._metrics.batch_rows.observe(rows)
-        return outputs
+        return BatchOutputs([output[:rows] for output in found.tensors], found.version)
 
 
 def padded(tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
@@ -184,7 +204,3 @@ def padded(tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
 def _refuse(request: Queued, error: RequestError) -> None:
     if not request.answer.done():
         request.answer.set_exception(error)
-
-
-def _first_line(error: Exception) -> str:
-    return printable((str(error).splitlines() or [""])[0])[:300]

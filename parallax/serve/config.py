@@ -6,9 +6,11 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallax.common.units import parse_bytes
+from parallax.common.units import parse_bytes, parse_seconds
 from parallax.errors import ConfigError, check_positive, printable
+from parallax.plan.tier import AUTO
 
+SERVER_LIBRARIES = "starlette", "uvicorn", "prometheus_client"
 _LEAST_TOKEN = 16  # characters
 
 
@@ -18,22 +20,31 @@ class ServeConfig:
 
     ``host``: the address to listen on; 0.0.0.0 for all of this machine. ``port``: 0 chooses a free one.
     ``max_batch_rows``: the most rows that the model computes at once, and so the most rows of a request. ``max_wait``:
-    seconds that a request waits for others to share its batch; with 0 the model takes the requests that arrived while
-    it computed. ``batch_invariant``: pad each batch to ``max_batch_rows`` rows, so that the bits of an answer do not
-    depend on the other requests in its batch. ``queue_rows``: the most rows that wait; further requests get 503.
-    ``timeout``: seconds until a request gets 504, and in which a client must have sent it. ``max_body_bytes``: a
-    larger request gets 413. ``token_file``: a file with the token that clients send as ``Authorization: Bearer TOKEN``;
+    seconds, such as 0.005 or 5ms, that a request waits for others to share its batch; with 0 the model takes the
+    requests that arrived while it computed; with auto, the wait with the smallest predicted 99th percentile of the
+    latencies at ``requests_per_second``. ``requests_per_second``: the expected rate of requests of one row, for which
+    latencies are predicted; 0: none. ``p99``: the seconds, such as 0.05 or 50ms, in which 99% of the requests at this
+    rate should be answered; 0: not given. ``batch_invariant``: pad each batch to ``max_batch_rows`` rows, so that the
+    bits of an answer do not depend on the other requests in its batch. ``queue_rows``: the most rows that wait; further
+    requests get 503. ``timeout``: seconds until a request gets 504, and in which a client must have sent it.
+    ``max_body_bytes``: a larger request gets 413. ``replicas``: the copies of the model, each on an equal part of
+    ``cluster.devices``; a copy that fails is started again while the others answer. ``follow``: take over each new
+    checkpoint of the run. ``token_file``: a file with the token that clients send as ``Authorization: Bearer TOKEN``;
     empty: no token is needed.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     max_batch_rows: int = 32
-    max_wait: float = 0.0
+    max_wait: float | str = 0.0
+    requests_per_second: float = 0.0
+    p99: float | str = 0.0
     batch_invariant: bool = False
     queue_rows: int = 1024
     timeout: float = 60.0
     max_body_bytes: int | str = "64MiB"
+    replicas: int = 1
+    follow: bool = False
     token_file: str = ""
 
     def __post_init__(self) -> None:
@@ -42,16 +53,36 @@ class ServeConfig:
         if not 0 <= self.port < 2**16:
             raise ConfigError(f"serve.port={self.port}: accepted are 0 to {2**16 - 1}")
         check_positive("serve.max_batch_rows", self.max_batch_rows)
-        check_positive("serve.max_wait", self.max_wait, zero=True)
+        check_positive("serve.replicas", self.replicas)
+        check_positive("serve.requests_per_second", self.requests_per_second, zero=True)
+        parse_seconds(0.0 if self.max_wait == AUTO else self.max_wait, "serve.max_wait")
         check_positive("serve.timeout", self.timeout)
-        for key in ("max_wait", "timeout"):
+        for key in ("requests_per_second", "timeout"):
             if math.isinf(getattr(self, key)):
-                raise ConfigError(f"serve.{key}=inf: accepted is a number of seconds")
+                raise ConfigError(f"serve.{key}=inf: accepted is a finite number")
+        if parse_seconds(self.p99, "serve.p99") and not self.requests_per_second:
+            raise ConfigError(
+                f"serve.p99={self.p99}: latencies depend on the rate; add serve.requests_per_second=N"
+            )
         if self.queue_rows < self.max_batch_rows:
             raise ConfigError(
                 f"serve.queue_rows={self.queue_rows}: accepted are {self.max_batch_rows} (serve.max_batch_rows) or more"
             )
         parse_bytes(self.max_body_bytes, "serve.max_body_bytes")
+
+    @property
+    def waits_auto(self) -> bool:
+        """Whether ``max_wait`` is still to be chosen."""
+        return self.max_wait == AUTO
+
+    @property
+    def wait_seconds(self) -> float:
+        """``max_wait`` as a number; 0 as long as it is auto."""
+        return 0.0 if self.max_wait == AUTO else parse_seconds(self.max_wait, "serve.max_wait")
+
+    @property
+    def p99_seconds(self) -> float:
+        return parse_seconds(self.p99, "serve.p99")
 
     @property
     def body_bytes(self) -> int:

@@ -52,7 +52,7 @@ def batch_difference(model: ServedModel, config: ServeConfig) -> Difference | No
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
         rows = len(tensors[0])
         given = padded(tensors, most) if config.batch_invariant else tensors
-        return [output[:rows].clone() for output in model.run(given)]
+        return [output[:rows].clone() for output in model.run(given).tensors]
 
     count = min(_ALONE, most)
     places = [index * (most - 1) // max(count - 1, 1) for index in range(count)]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from parallax.errors import printable
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -46,15 +49,47 @@ class TensorSpec:
         )
 
 
-class ServedModel(Protocol):
-    """A model that a server runs. ``name`` and ``version`` are parts of its address."""
+class BatchOutputs(NamedTuple):
+    """The outputs of a batch, as tensors on the CPU, and the version of the weights that computed them."""
+
+    tensors: list[Tensor]
+    version: str
+
+
+class ModelFailed(Exception):
+    """The model raised an exception; the text names it."""
+
+    @classmethod
+    def of(cls, error: Exception) -> ModelFailed:
+        """Return the failure for an exception of the model."""
+        text = (str(error).splitlines() or [""])[0]
+        return cls(printable(f"{type(error).__name__}: {text}")[:300])
+
+
+class ServedModel(ABC):
+    """A model that a server runs.
+
+    ``name``, ``version``  parts of its address; the version is that of the newest weights
+    ``capacity``           batches that :meth:`run` may compute at once; 0 while it cannot compute
+    ``replicas``           copies of the model that are to run; ``ready``: that can compute; ``most``: that may run
+    ``fetched_bytes``      bytes of offloaded parameters fetched so far
+    """
 
     name: str
-    version: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    version = ""
+    capacity = 1
+    replicas, ready, most = 1, 1, 1
+    fetched_bytes = 0
 
-    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the outputs for inputs on the CPU with the same number of rows, as tensors on the CPU with as many
-        rows. One thread at a time calls it."""
-        ...
+    @abstractmethod
+    def run(self, tensors: Sequence[Tensor]) -> BatchOutputs:
+        """Return the outputs for inputs on the CPU with equal numbers of rows. At most :attr:`capacity` threads call it
+        at once."""
+
+    def on_change(self, call: Callable[[], None]) -> None:  # noqa: B027
+        """Have ``call`` called, by any thread, when :attr:`capacity` may have changed."""
+
+    def scale(self, replicas: int) -> None:  # noqa: B027
+        """Start or stop copies until ``replicas`` run, between 1 and :attr:`most`. Returns at once."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,20 +29,25 @@ _BACKLOG = 2048
 
 
 def serve(
-    model: ServedModel, config: ServeConfig, announce: Callable[[str], None], version: str = ""
+    model: ServedModel,
+    config: ServeConfig,
+    announce: Callable[[str], None],
+    version: str = "",
+    end_requested: Callable[[], object] = lambda: False,
 ) -> None:
-    """Serve ``model`` until a signal asks to end. ``announce(address)`` is called when the server listens. ``version``:
-    of Parallax. Raises :class:`ConfigError` for an address that cannot be used. Call it on the main thread."""
+    """Serve ``model`` until ``end_requested`` returns true, or a signal asks to end if this is the main thread.
+    ``announce(address)`` is called when the server listens. ``version``: of Parallax. Raises :class:`ConfigError` for
+    an address that cannot be used."""
     token = config.token()
     listening = _listen(config)
     metrics = ServeMetrics()
     batcher = Batcher(model, config, metrics)
     app = ServeApp(model, config, batcher, metrics, token, version)
-    server = _HttpServer(app, config)
     host, port = listening.getsockname()[:2]
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    server = _HttpServer(app, config, end_requested, lambda: announce(address))
     batcher.start()
     try:
-        announce(f"http://{f'[{host}]' if ':' in host else host}:{port}")
         asyncio.run(server.serve(sockets=[listening]))
     finally:
         batcher.close()
@@ -64,30 +70,48 @@ def _listen(config: ServeConfig) -> socket.socket:
         ) from None
 
 
+def http_settings(app: ServeApp, config: ServeConfig) -> uvicorn.Config:
+    """Return the settings of a server of ``app``."""
+    return uvicorn.Config(
+        app.asgi,
+        http=_protocol(config.timeout),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",  # requests that are not HTTP would fill a log
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=_SENDING_SECONDS,
+    )
+
+
 class _HttpServer(uvicorn.Server):
     """A server that first stops to accept requests, and ends when all are answered; a second signal ends it at once."""
 
-    def __init__(self, app: ServeApp, config: ServeConfig) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app.asgi,
-                http=_protocol(config.timeout),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                log_level="error",  # requests that are not HTTP would fill a log
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=_SENDING_SECONDS,
-            )
-        )
-        self._app = app
-        self._ending: asyncio.Task[None] | None = None
+    def __init__(
+        self,
+        app: ServeApp,
+        config: ServeConfig,
+        end_requested: Callable[[], object],
+        started: Callable[[], None],
+    ) -> None:
+        super().__init__(http_settings(app, config))
+        self._app, self._end_requested, self._started = app, end_requested, started
+        self._tasks = set[asyncio.Task[None]]()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to answer, when signals are already handled."""
+        await super().startup(sockets)
+        self._started()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle the signals that ask to end on the event loop."""
+        """Handle requests to end on the event loop."""
+        self._tasks.add(asyncio.ensure_future(self._until_requested()))
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         loop = asyncio.get_running_loop()
         before = {number: signal.getsignal(number) for number in handled_signals()}
         for number in before:
@@ -104,7 +128,13 @@ class _HttpServer(uvicorn.Server):
             self.should_exit = self.force_exit = True
             return
         self._app.draining = True
-        self._ending = asyncio.ensure_future(self._drain())
+        self._tasks.add(asyncio.ensure_future(self._drain()))
+
+    async def _until_requested(self) -> None:
+        while not (self._app.draining or self._end_requested()):
+            await asyncio.sleep(_CHECK_SECONDS)
+        if not self._app.draining:
+            self._request_end()
 
     async def _drain(self) -> None:
         while self._app.unanswered:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from parallax.errors import nearest, printable
-from parallax.serve.model import ServedModel, TensorSpec
+from parallax.serve.model import BatchOutputs, ServedModel, TensorSpec
 
 BINARY = "binary_data_size"
 _LONGEST = 64  # characters of a client's text that a message repeats
@@ -261,13 +261,13 @@ def _outputs(given: Any, model: ServedModel, *, binary: bool) -> list[tuple[int,
 
 
 def write_response(
-    request: InferRequest, model: ServedModel, tensors: Sequence[Tensor]
+    request: InferRequest, model: ServedModel, outputs: BatchOutputs
 ) -> tuple[bytes, int | None]:
-    """Return the body of a response with ``tensors``, all outputs of the model, and the bytes of its JSON part if
+    """Return the body of a response with ``outputs``, all of the model, and the bytes of its JSON part if
     binary data follow it."""
     entries, parts = [], list[bytes]()
     for index, binary in request.outputs:
-        spec, tensor = model.outputs[index], tensors[index].contiguous()
+        spec, tensor = model.outputs[index], outputs.tensors[index].contiguous()
         entry: dict[str, Any] = {
             "name": spec.name,
             "datatype": spec.datatype,
@@ -279,7 +279,7 @@ def write_response(
         else:
             entry["data"] = tensor.reshape(-1).tolist()
         entries.append(entry)
-    tree: dict[str, Any] = {"model_name": model.name, "model_version": model.version}
+    tree: dict[str, Any] = {"model_name": model.name, "model_version": outputs.version}
     if request.id is not None:
         tree["id"] = request.id
     header = json.dumps({**tree, "outputs": entries}).encode()

@@ -19,6 +19,7 @@ from tests.distributed.pool import ROOT
 from tests.leaks import lasting
 
 DONE_SECONDS = 60
+TINY = ["experiment=tiny", "data.max_bytes=64KiB", "trainer.checkpoint_every=2", "logger=none"]
 
 
 def wait_for(condition: Callable[[], Any]) -> None:
@@ -148,3 +149,27 @@ def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = start(command, tmp_path_factory.mktemp("echo"), "echo")
     yield server
     close(server)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory with a run of four steps, and a checkpoint after the second."""
+    found = tmp_path_factory.mktemp("run")
+    train = [sys.executable, "-m", "parallax", "train", *TINY, "name=tiny", "cluster.devices=1"]
+    subprocess.run(train, cwd=found, check=True, capture_output=True)
+    return found
+
+
+@pytest.fixture
+def serving_run(folder: Path) -> Iterator[Callable[..., Server]]:
+    """Start servers of the run in ``folder``; they end with the test."""
+    started: list[Server] = []
+
+    def begin(*words: str, within: Path = folder) -> Server:
+        command = ["parallax", "serve", "tiny", "serve.port=0", *words]
+        started.append(start(command, within, "tiny"))
+        return started[-1]
+
+    yield begin
+    for server in started:
+        close(server)

@@ -12,24 +12,24 @@ import yaml
 from torch import Tensor
 
 from parallax.serve.config import ServeConfig
-from parallax.serve.model import DTYPES, ServedModel, TensorSpec
+from parallax.serve.model import DTYPES, BatchOutputs, ServedModel, TensorSpec
 from parallax.serve.server import serve
 
 FAILS, WAITS = 13.0, 99.0
 
 
-class Echo:
+class Echo(ServedModel):
     """Returns its inputs, one of each datatype."""
 
     name, version = "echo", "1"
     inputs = tuple(TensorSpec(name, dtype, (-1, 3)) for name, dtype in DTYPES.items())
     outputs = inputs
 
-    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return list(tensors)
+    def run(self, tensors: Sequence[Tensor]) -> BatchOutputs:
+        return BatchOutputs(list(tensors), self.version)
 
 
-class Steered:
+class Steered(ServedModel):
     """Returns twice ``x``, and the rows of the batch. It raises for the value ``FAILS``, and waits for the file ``go``
     where ``x`` holds ``WAITS``; ``computed`` lists the first value of each row."""
 
@@ -40,7 +40,7 @@ class Steered:
         TensorSpec("rows", torch.int64, (-1,)),
     )
 
-    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def run(self, tensors: Sequence[Tensor]) -> BatchOutputs:
         (x,) = tensors
         with Path("computed").open("a") as file:
             file.write(" ".join(f"{value:g}" for value in x[:, 0].tolist()) + "\n")
@@ -48,7 +48,7 @@ class Steered:
             time.sleep(0.005)
         if bool((x == FAILS).any()):
             raise ValueError("thirteen\nand more")
-        return [2 * x, torch.full((len(x),), len(x))]
+        return BatchOutputs([2 * x, torch.full((len(x),), len(x))], self.version)
 
 
 KINDS: dict[str, type[ServedModel]] = {"echo": Echo, "steered": Steered}

@@ -2,87 +2,21 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
-from torch import nn
 
 from parallax import cli
 from parallax.commands import serve as command
-from parallax.run.job import model_factory
-from parallax.run.resume import StoredRun
-from parallax.runtime.checkpoint import CheckpointReader, list_checkpoints
-from tests.serving.conftest import Server, close, start
+from tests.serving.conftest import Server
+from tests.serving.trained import INPUT, ROWS, forward, infer, infer_plainly, trained
 
 tritonclient = pytest.importorskip("tritonclient.http")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("client_loop")]
-TINY = ["experiment=tiny", "data.max_bytes=64KiB", "trainer.checkpoint_every=2", "logger=none"]
-INPUT = "tokens"
-ROWS = np.random.default_rng(1).integers(0, 256, (12, 64))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory with a run of four steps, and a checkpoint after the second."""
-    found = tmp_path_factory.mktemp("run")
-    train = [sys.executable, "-m", "parallax", "train", *TINY, "name=tiny", "cluster.devices=1"]
-    subprocess.run(train, cwd=found, check=True, capture_output=True)
-    return found
-
-
-@pytest.fixture
-def serving_run(folder: Path) -> Iterator[Callable[..., Server]]:
-    started: list[Server] = []
-
-    def begin(*words: str) -> Server:
-        command = ["parallax", "serve", "tiny", "serve.port=0", *words]
-        started.append(start(command, folder, "tiny"))
-        return started[-1]
-
-    yield begin
-    for server in started:
-        close(server)
-
-
-def trained(folder: Path, step: int = -1) -> nn.Module:
-    """The model of the run with the weights of a checkpoint, in torch alone."""
-    run = StoredRun.read(folder / "runs/tiny")
-    paths = list_checkpoints(folder / "runs/tiny/checkpoints")
-    reader = CheckpointReader(paths[step])
-    model = model_factory(run.config)()
-    model.load_state_dict(
-        {n: reader.read(f"model/{n}") for n in reader.model_tensors()}, strict=False
-    )
-    return model.eval()
-
-
-def infer(server: Server, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-    client = tritonclient.InferenceServerClient(server.address)
-    given = tritonclient.InferInput(INPUT, rows.shape, "INT64")
-    given.set_data_from_numpy(rows)
-    found: NDArray[np.float32] = client.infer("tiny", [given]).as_numpy("output")
-    client.close()
-    return found
-
-
-def infer_plainly(server: Server, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Infer on any thread, without the event loop of the client."""
-    entry = {"name": INPUT, "shape": rows.shape, "datatype": "INT64", "data": rows.tolist()}
-    (output,) = server.infer({"inputs": [entry]}).json["outputs"]
-    return np.array(output["data"], np.float32).reshape(output["shape"])
-
-
-def forward(model: nn.Module, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-    with torch.no_grad():
-        found: NDArray[np.float32] = model(torch.from_numpy(rows)).numpy()
-    return found
 
 
 def test_answers_are_the_models_own_forward(
@@ -121,6 +55,17 @@ def test_answers_do_not_depend_on_the_batch(
     assert server.end() == 0
 
 
+def test_a_stated_rate_is_predicted(serving_run: Callable[..., Server]) -> None:
+    stated = "serve.max_wait=auto", "serve.requests_per_second=20", "serve.p99=10s"
+    server = serving_run("serve.max_batch_rows=4", *stated)
+    printed = "\n".join(server.lines)
+    assert "serve.max_wait=auto is " in printed
+    assert "at 20 requests/s: predicted latency p50 " in printed
+    assert "; it meets serve.p99=10s" in printed
+    assert infer_plainly(server, ROWS[:1]).shape[0] == 1
+    assert server.end() == 0
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
@@ -130,7 +75,8 @@ def test_answers_do_not_depend_on_the_batch(
         (["--step", "3"], "accepted are the existing checkpoints"),
         (["serve.host=256.0.0.1"], "serve.host=256.0.0.1 serve.port=8000: cannot listen there"),
         (["serve.token_file=none"], "serve.token_file=none"),
-        (["cluster.devices=2", "plan.stages=2"], "set cluster.devices=1"),
+        (["serve.replicas=2", "cluster.devices=1"], "set cluster.devices=2 or more"),
+        (["serve.replicas=0"], "serve.replicas=0"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -12,10 +12,10 @@ from torch import Tensor
 from parallax.errors import ConfigError
 from parallax.serve.config import ServeConfig
 from parallax.serve.invariance import batch_difference, difference_text
-from parallax.serve.model import TensorSpec
+from parallax.serve.model import BatchOutputs, ServedModel, TensorSpec
 
 
-class Scaled:
+class Scaled(ServedModel):
     """A model whose outputs depend on the number of rows, or on the other rows."""
 
     name, version = "scaled", "1"
@@ -25,10 +25,10 @@ class Scaled:
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
-    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def run(self, tensors: Sequence[Tensor]) -> BatchOutputs:
         x, _ = tensors
         factor = {"none": 1.0, "rows": 1 + len(x) * 2**-20, "others": x.mean()}[self.kind]
-        return [x * factor]
+        return BatchOutputs([x * factor], "1")
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,11 @@ def test_a_dependence_on_the_batch_is_found(kind: str, invariant: bool, differs:
         ({"max_batch_rows": 0}, "serve.max_batch_rows=0"),
         ({"max_wait": -1.0}, "serve.max_wait=-1"),
         ({"max_wait": float("inf")}, "serve.max_wait=inf"),
+        ({"max_wait": "soon"}, "serve.max_wait=soon: accepted are seconds such as 0.05 or 50ms"),
+        ({"requests_per_second": -1.0}, "serve.requests_per_second=-1"),
+        ({"requests_per_second": float("inf")}, "serve.requests_per_second=inf"),
+        ({"requests_per_second": 9.0, "p99": "fast"}, "serve.p99=fast"),
+        ({"p99": "50ms"}, "add serve.requests_per_second=N"),
         ({"timeout": 0.0}, "serve.timeout=0"),
         ({"timeout": float("nan")}, "serve.timeout=nan"),
         ({"queue_rows": 31}, "accepted are 32"),
@@ -72,6 +77,15 @@ def test_a_dependence_on_the_batch_is_found(kind: str, invariant: bool, differs:
 def test_wrong_settings(settings: dict[str, object], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         ServeConfig(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wait", "seconds"), [(0.005, 0.005), ("5ms", 0.005), ("auto", 0.0), ("1s", 1.0), (0, 0.0)]
+)
+def test_waits(wait: float | str, seconds: float) -> None:
+    config = ServeConfig(max_wait=wait, requests_per_second=20.0, p99="50ms")
+    assert (config.wait_seconds, config.waits_auto) == (seconds, wait == "auto")
+    assert config.p99_seconds == 0.05
 
 
 @pytest.mark.parametrize(

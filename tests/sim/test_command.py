@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from parallax.common.files import cache_directory
@@ -62,8 +63,8 @@ GIVEN = {"SIM_CHANNELS": "4", "SIM_CHOSEN": "by the user", "SIM_EMPTY": "no more
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
 
 
-def trained(tmp_path: Path, tier: str, *prefix: str) -> tuple[str, dict[str, Any]]:
-    """The number of the process that was started, and what each has noted."""
+def on_the_device(tmp_path: Path) -> dict[str, str]:
+    """The environment of processes that have the device and write notes to the folder ``used``."""
     if why := missing():
         pytest.skip(why)
     library()
@@ -71,7 +72,7 @@ def trained(tmp_path: Path, tier: str, *prefix: str) -> tuple[str, dict[str, Any
     (cache / "simgpu").symlink_to(cache_directory() / "simgpu")  # nothing else was done before
     (tmp_path / "sitecustomize.py").write_text(SITE)
     (used := tmp_path / "used").mkdir()
-    environment = {
+    return {
         **os.environ,
         "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
         "USED": str(used),
@@ -79,6 +80,11 @@ def trained(tmp_path: Path, tier: str, *prefix: str) -> tuple[str, dict[str, Any
         "XDG_CACHE_HOME": str(cache.parent),
         **ITS_OWN,
     }
+
+
+def trained(tmp_path: Path, tier: str, *prefix: str) -> tuple[str, dict[str, Any]]:
+    """The number of the process that was started, and what each has noted."""
+    environment, used = on_the_device(tmp_path), tmp_path / "used"
     settings = [
         "name=sim",
         "cluster.kind=sim",
@@ -126,3 +132,32 @@ def test_ranks_have_what_their_device_needs_and_a_launcher_none(
     (probe,) = [each for each in used if each[3]]
     used.remove(probe)
     assert [rest for _, *rest in used] == [[GIVEN, False, 0]], "no context on a neighbour's device"
+
+
+@pytest.mark.slow
+def test_evaluate_predict_and_serve_run_on_the_device(tmp_path: Path) -> None:
+    """A process that has measured is replaced once, and not again because it reads the properties of the device."""
+    trained(tmp_path, "disk")
+    environment = on_the_device(tmp_path / "again") | {
+        "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"
+    }
+
+    def run(*words: str) -> None:
+        command = [sys.executable, "-m", "parallax", *words]
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=120)
+
+    run("evaluate", "sim")
+    np.save(tmp_path / "x.npy", np.zeros((3, 64), np.int64))
+    run("predict", "sim", "--inputs", "x.npy", "--out", "y.npy")
+    assert len(np.load(tmp_path / "y.npy")) == 3
+    pytest.importorskip("uvicorn")
+    command = [sys.executable, "-m", "parallax", "serve", "sim", "serve.port=0"]
+    words = ["cluster.devices=2", "serve.replicas=2", "serve.max_batch_rows=2"]
+    with subprocess.Popen(
+        [*command, *words], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        assert any("serving http://" in line for line in server.stdout)
+        server.terminate()
+        server.communicate(timeout=120)
+    assert server.returncode == 0

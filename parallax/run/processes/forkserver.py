@@ -91,16 +91,20 @@ class ForkServer:
         for rank, added in enumerate(environments):
             self._lines.send({"fork": rank, "of": len(environments), "environment": dict(added)})
 
-    def wait(self, given_up: Callable[[], bool] = lambda: False) -> dict[int, int]:
+    def wait(
+        self,
+        given_up: Callable[[], bool] = lambda: False,
+        ending_seconds: float = ENDING_SECONDS,
+    ) -> dict[int, int]:
         """Wait until all ranks have ended; return rank → exit code, in the order in which they ended. When one rank has
-        failed, the others should end by themselves. Ranks that have not ended after ``ENDING_SECONDS`` are killed, and
+        failed, the others should end by themselves. Ranks that have not ended after ``ending_seconds`` are killed, and
         omitted from the result. As soon as ``given_up()``, called about every second, returns True, all ranks are
         killed and omitted. Raises :class:`ServerLost`."""
         deadline, over = float("inf"), False
         while self._living and time.monotonic() < deadline and not over:
             self._receive_next(min(deadline - time.monotonic(), _CHECK_SECONDS))
             if any(self._codes.values()):
-                deadline = min(deadline, time.monotonic() + ENDING_SECONDS)
+                deadline = min(deadline, time.monotonic() + ending_seconds)
             over = given_up()
         codes = dict(self._codes)
         if over and _is_stopped(self._process.pid):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from parallax import config as configuration
 from parallax.common.signals import exit_on_request, handling_requests
 from parallax.common.terminal import safe_console
 from parallax.errors import PlanError
-from parallax.machine.accelerators import accelerator_named, limit_device_memory, select_device
+from parallax.machine.accelerators import limit_device_memory, select_device
 from parallax.machine.local import choose_devices
 from parallax.nodes.fitness import from_hosts
 from parallax.nodes.places import Nodes
@@ -30,7 +29,7 @@ from parallax.run.planning import settle
 from parallax.run.preflight import check_versions
 from parallax.run.prepare import PreparedRun
 from parallax.run.processes.agent import Agent, SignalForwarder
-from parallax.run.processes.launch import rank_environment
+from parallax.run.processes.launch import rank_environment, start_afresh, uses_accelerator
 from parallax.run.processes.rank import limits
 from parallax.run.processes.together import compare_rows
 from parallax.run.resume import StoredRun
@@ -53,11 +52,8 @@ def launch(job: ForwardJob, command: Sequence[str], *, own_process: bool) -> int
     process belongs to the command, so it may be replaced by a new one."""
     run = PreparedRun(job.directory, job.config, job.plan)
     kind = choose_devices(local_cluster(run.config)).kind
-    if own_process and kind != "cpu" and accelerator_named(kind).in_use:
-        # This process has measured there, and its ranks need the memory that it would keep.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.execv(sys.executable, [sys.executable, "-m", "parallax", *command])
+    if uses_accelerator(kind) and own_process:
+        start_afresh(command)
     forwarder = SignalForwarder()
     agent = Agent(
         job.config.name,
@@ -113,41 +109,54 @@ def job_of_file(file: Path) -> ForwardJob:
 def run_forwards(job: ForwardJob, watch: Watch, work: Work) -> None:
     """Build this rank's engine for ``job``, and call ``work`` with it."""
     config, nodes = job.config, Nodes.gather()
-    watch.limit(*limits(PreparedRun(job.directory, config, job.plan)))
+    with contextlib.ExitStack() as closing:
+        device = rank_device(job, nodes, watch)
+        with watch.phase("loading data"):
+            source = open_source(job.read_config)
+            compare_rows(source, nodes)
+            if isinstance(source, IndexedSource):
+                source.start()
+                closing.callback(source.close)
+        engine = _engine(job, device, watch)
+        closing.callback(engine.close)
+        watch.attend(engine, job.plan, patient_steps=1 if config.compile else 0)
+        seed_generators(config.seed)
+        try:
+            work(job, engine, source, watch)
+        except Exception as error:
+            tell_others(error, watch)
+            raise
+        finally:
+            with watch.phase("closing the engine"):
+                closing.close()
+
+
+def rank_device(job: ForwardJob, nodes: Nodes, watch: Watch) -> torch.device:
+    """Select this rank's device, and set its limits. Raises :class:`PlanError` for another number of ranks than the
+    plan's."""
+    watch.limit(*limits(PreparedRun(job.directory, job.config, job.plan)))
     if dist.get_world_size() != job.plan.world_size:
         raise PlanError(
             f"{dist.get_world_size()} rank(s) were started, and the plan uses {job.plan.world_size}: start as many "
             "(torchrun --nproc-per-node)"
         )
-    choice = node_devices(local_cluster(config), nodes)
+    choice = node_devices(local_cluster(job.config), nodes)
     settle(choice)
     device = select_device(choice.kind, int(os.environ.get("LOCAL_RANK", "0")))
     limit_device_memory(device, job.plan.allocator_bytes(dist.get_rank()))
-    with watch.phase("loading data"):
-        source = open_source(job.read_config)
-        compare_rows(source, nodes)
-        if isinstance(source, IndexedSource):
-            source.start()
-    engine = _engine(job, device, watch)
-    watch.attend(engine, job.plan, patient_steps=1 if config.compile else 0)
-    seed_generators(config.seed)
-    try:
-        work(job, engine, source, watch)
-    except Exception as error:
-        if not follows(error):
-            watch.claim(failure_of(error, watch))  # the others need not wait for this rank
-        raise
-    finally:
-        with watch.phase("closing the engine"), contextlib.ExitStack() as closing:
-            closing.callback(engine.close)
-            if isinstance(source, IndexedSource):
-                closing.callback(source.close)
+    return device
+
+
+def tell_others(error: Exception, watch: Watch) -> None:
+    """Tell the other ranks that this rank has failed, so that they do not wait for it."""
+    if not follows(error):
+        watch.claim(failure_of(error, watch))
 
 
 def _engine(job: ForwardJob, device: torch.device, watch: Watch) -> Engine:
     infers = job.plan.task == "inference"
     with watch.phase("building the model"):
-        chain = build_chain(job.read_config)
+        chain = build_chain(job.read_config, job.layer)
         loss = None if infers else build_loss(job.config)
     with watch.phase("building the engine"):
         return job.build_forward(chain, device) if loss is None else job.build(chain, loss, device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -147,9 +148,7 @@ def _start(
 ) -> int:
     """Start the processes that the plan needs; return the exit code."""
     kind = choose_devices(local_cluster(run.config)).kind
-    # At most once: for torch, a query of a device's properties already uses the device.
-    afresh = os.environ.pop(_AFRESH, "")
-    if own_process and not afresh and kind != "cpu" and accelerator_named(kind).in_use:
+    if uses_accelerator(kind) and own_process:
         _start_afresh(run, on_drift)
     environment = rank_environment(run) | {ON_DRIFT: on_drift.value}
     config, directory = run.config, run.directory
@@ -171,14 +170,30 @@ def _libraries(config: RunConfig) -> tuple[str, ...]:
     return (*curves, *config.model.libraries)
 
 
-def _start_afresh(run: PreparedRun, on_drift: OnDrift) -> NoReturn:
-    """Replace this process by a new one without a device context, which launches the run."""
+def uses_accelerator(kind: str) -> bool:
+    """Return whether this process has used an accelerator, and would keep memory there that its ranks need.
+
+    It is never so in a process that :func:`start_afresh` has started: for torch, a query of a device's properties is
+    already a use of the device."""
+    afresh = os.environ.pop(_AFRESH, "")
+    return not afresh and kind != "cpu" and accelerator_named(kind).in_use
+
+
+def start_afresh(command: Sequence[str], environment: Mapping[str, str] | None = None) -> NoReturn:
+    """Replace this process by ``python -m parallax COMMAND``, which has not used an accelerator. ``environment``: added
+    variables."""
     sys.stdout.flush()
     sys.stderr.flush()
+    arguments = [sys.executable, "-m", "parallax", *command]
+    added = {**(environment or {}), _AFRESH: "1"}
+    os.execve(sys.executable, arguments, {**os.environ, **added})
+
+
+def _start_afresh(run: PreparedRun, on_drift: OnDrift) -> NoReturn:
+    """Replace this process by one that launches the run without a device context."""
     named = [f"{key}={path}" for key, path in class_paths(configuration.dump(run.config)).items()]
-    command = ["-m", "parallax", "train", "--run-dir", str(run.directory), *named]
-    environment = {**os.environ, ON_DRIFT: on_drift.value, _AFRESH: "1"}
-    os.execve(sys.executable, [sys.executable, *command], environment)
+    command = ["train", "--run-dir", str(run.directory), *named]
+    start_afresh(command, {ON_DRIFT: on_drift.value})
 
 
 def rank_environment(run: PreparedRun) -> dict[str, str]:

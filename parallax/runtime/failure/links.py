@@ -118,7 +118,7 @@ def meet() -> Meeting:
     listener = None
     if rank == 0:
         where = addresses(one_host)
-        listener = _listener(where)
+        listener = listen_at(where)
         invitation = (where, listener.getsockname()[1], secrets.token_hex())
     where, port, token = broadcast_result(lambda: invitation)
     if listener is None:
@@ -165,7 +165,7 @@ def _listed(variable: str) -> list[str]:
     return [part.strip() for part in os.environ.get(variable, "").split(",") if part.strip()]
 
 
-def _listener(where: list[str]) -> socket.socket:
+def listen_at(where: list[str]) -> socket.socket:
     """Return a socket that listens at the only address in ``where``, or at all addresses of the host if ``where`` has
     several."""
     if len(where) == 1:

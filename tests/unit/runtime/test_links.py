@@ -92,7 +92,7 @@ def test_a_port_is_open_on_the_named_interface_alone(monkeypatch: pytest.MonkeyP
     name, address = outside[0]
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", f"={name}")
     assert addresses(one_host=False) == [address]
-    with links._listener([address]) as listener:
+    with links.listen_at([address]) as listener:
         assert listener.getsockname()[0] == address
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", listener.getsockname()[1]), timeout=5)
