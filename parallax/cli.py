@@ -196,10 +196,12 @@ def _parse(typed: list[str]) -> argparse.Namespace:
         hint = nearest(_MEANT.get(typed[0], typed[0]), COMMANDS)
         accepted = ", ".join(COMMANDS)
         raise ConfigError(f"{printable(typed[0])}: unknown command; accepted are {accepted}{hint}")
-    parser = _parser(next((word for word in typed if word in COMMANDS), None))
+    chosen = next((word for word in typed if word in COMMANDS), None)
+    parser = _parser(chosen)
     parsed, left = parser.parse_known_args(typed)
     settings = [word for word in left if "=" in word and not word.startswith("-")]
     if len(settings) < len(left) or (left and not hasattr(parsed, "overrides")):
+        parser.prog = f"{parser.prog} {chosen}"
         parser.error(f"unrecognized arguments: {' '.join(left)}{_as_setting(left)}")
     if settings:
         parsed.overrides = [*parsed.overrides, *settings]

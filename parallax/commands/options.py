@@ -16,7 +16,7 @@ from parallax.common.targets import load_target
 from parallax.common.terminal import safe_console
 from parallax.common.trust import KEYS, check_named, is_key
 from parallax.config.options import folder_of_options, searchpath
-from parallax.errors import ConfigError, printable
+from parallax.errors import ConfigError, nearest, printable
 from parallax.plan.cluster import Cluster
 from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
@@ -169,9 +169,17 @@ def run_directory(named: str | None) -> Path:
         with suppress(OSError, ValueError):
             if path.is_dir():
                 return path
-    raise ConfigError(
-        f"{printable(named)}: no run has this name in {RUNS}/, and it is no directory"
-    )
+    raise ConfigError(f"{_no_run(named)}, and it is no directory")
+
+
+def _no_run(name: str) -> str:
+    """Return that no run has this ``name``, with the name that is most similar."""
+    with suppress(OSError):
+        found = [each.name for each in RUNS.iterdir() if each.is_dir()]
+        return (
+            f"{printable(name)}: no run has this name in {RUNS}/{printable(nearest(name, found))}"
+        )
+    return f"{printable(name)}: no run has this name in {RUNS}/"
 
 
 def print_json(data: Any) -> None:
@@ -189,11 +197,18 @@ def plan_file(path: Path) -> Path:
     try:
         if path.is_dir():
             return path / "plan.yaml"
-        return RUNS / path / "plan.yaml" if not path.exists() and (RUNS / path).is_dir() else path
+        if path.exists():
+            return path
+        if (RUNS / path).is_dir():
+            return RUNS / path / "plan.yaml"
+        alone = len(path.parts) == 1 and not path.suffix
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{printable(str(path))[:100]}: no plan can be there ({printable(str(error))[-100:]})"
         ) from error
+    if alone:
+        raise ConfigError(f"{_no_run(path.name)}, and no plan file")
+    return path
 
 
 def read_plan(path: Path, class_paths: dict[str, str]) -> tuple[Plan, Inputs]:

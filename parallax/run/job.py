@@ -19,6 +19,7 @@ from parallax.machine.local import ClusterConfig, choose_devices
 from parallax.model.block import flatten, padding_help
 from parallax.model.construction.deferred import deferred_init
 from parallax.model.describe import Chain, describe
+from parallax.model.loss_kinds import check_classes
 from parallax.model.losses import check_loss, scores_of
 from parallax.model.materialise import check_weights
 from parallax.model.profiling.count import Sample, count
@@ -53,8 +54,8 @@ logger = logging.getLogger("parallax")
 _GROUPS_LATER = "optimizer.groups: planned without names of parameters, so patterns are checked when training starts"
 
 
-def build_chain(config: RunConfig) -> Chain:
-    """Return the model of ``config`` as a chain of blocks."""
+def build_chain(config: RunConfig, layer: str = "") -> Chain:
+    """Return the model of ``config`` as a chain of blocks, up to the output of the module ``layer`` if it is given."""
     model = built_model(config)
     return describe(
         model_factory(config),
@@ -65,6 +66,7 @@ def build_chain(config: RunConfig) -> Chain:
         weights=model.stage_weights,
         partial_weights=model.partial_weights,
         base=model.base(config.seed),
+        layer=layer,
     )
 
 
@@ -181,6 +183,7 @@ def usual_loss(outputs: Any, targets: Any) -> Tensor:
             "takes a class for each row of scores in the last dimension; let the rows' inputs have labels, with which "
             "a model of transformers computes its loss, or give the model a loss(outputs, targets)"
         )
+    check_classes("loss=model (cross-entropy)", scores)
     return nn.functional.cross_entropy(scores.flatten(0, -2), targets.flatten())
 
 
@@ -281,6 +284,7 @@ def plan_run(
     present: Cluster | None = None,
     verified: bool = False,
     accept: Callable[[Chain], None] = lambda chain: None,
+    layer: str = "",
 ) -> Planned:
     """Return the plan of ``config`` on this machine or for its catalog cluster.
 
@@ -288,12 +292,13 @@ def plan_run(
     cluster of all nodes of the run, if there are several; this process is on the first of them. ``verified``: the plan
     will be trained, so the chain is compared with its model, and a batch is refused if its loss depends on its division
     into micro-batches (:mod:`parallax.run.verified`). ``accept(chain)`` is called before weights are created, and
-    raises an error for a model that must not be planned.
+    raises an error for a model that must not be planned. ``layer``: the module at whose output the model
+    ends; empty: its own.
     """
     task = PlanTask(config.task)
     if isinstance(config.cluster, CatalogClusterConfig):
         return _plan_for_catalog(config, config.cluster, task, profile, progress)
-    chain, loss, batch = _what_is_planned(config, progress, present, accept)
+    chain, loss, batch = _what_is_planned(config, progress, present, accept, layer)
     verdict = verify_run(config, chain, loss, batch, progress) if verified else Verdict()
     progress("planning")
     planned = plan_model(
@@ -352,6 +357,7 @@ def _what_is_planned(
     progress: Callable[[str], None],
     present: Cluster | None,
     accept: Callable[[Chain], None],
+    layer: str,
 ) -> tuple[Chain, Loss, Rows]:
     """Return model, loss and a batch of ``config``, after checking that the settings allow a plan on this machine."""
     check_devices(config)
@@ -362,7 +368,7 @@ def _what_is_planned(
     if (classes := config.loss.takes_classes) is not None:
         config.metrics_config.check_targets(classes=classes)
     progress(doing(config, "building the model"))
-    chain = build_chain(config)
+    chain = build_chain(config, layer)
     accept(chain)
     for remark in check_weights(chain):
         logger.warning(remark)

@@ -331,7 +331,9 @@ def plan_catalog(
     weight_bytes = (
         round(sum(block.parameter_bytes for block in profile.blocks) / max(1, parameters)) or 4
     )
-    given = cluster.build(dtype=dtype, tier=swap.tier, weight_bytes=weight_bytes)
+    given = cluster.build(
+        dtype=dtype, tier=swap.tier, weight_bytes=weight_bytes, trains=task.trains
+    )
     used = check_question(
         Question(
             config=plan,

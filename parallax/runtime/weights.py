@@ -42,10 +42,11 @@ def open_checkpoint(
 
     def check() -> CheckpointReader:
         reader = CheckpointReader(directory, averaged=averaged)
+        whole = chain.whole
         reader.check_names(
-            set(parameter_names(chain, range(len(chain.blocks)))) - left_out,
-            chain.fingerprint(),
-            chain.structure(),
+            set(parameter_names(whole, range(len(whole.blocks)))) - left_out,
+            whole.fingerprint(),
+            whole.structure(),
             str(chain.dtype),
         )
         check_more(reader)

@@ -221,12 +221,13 @@ def _state_bucket_bytes(profile: ModelProfile, sizes: Sizes) -> int:
 def _update_seconds(
     profile: ModelProfile, device: Device, here: float, offloaded: float, moving: float
 ) -> float:
-    """Return the seconds of an optimizer step over parameters on the device and in the offload tier.
+    """Return the seconds of an optimizer step.
 
-    ``here`` is the bytes of parameters on the device and ``offloaded`` the bytes in the tier. Of the latter, ``moving``
-    bytes are copied to a tier that steps them, and back. The host's seconds per byte follow from its memory bandwidth,
-    but are at least those measured on the device. The host's step counts in full although it overlaps with the next
-    forward, because the forward may keep its cores busy.
+    ``here``: bytes of parameters stepped from states on the device. ``offloaded``: bytes of parameters whose states are
+    offloaded. If the tier steps these parameters itself, ``moving`` of the bytes are copied to the tier and back. The
+    host's seconds per byte follow from its memory bandwidth, but are at least those measured on the device. The host's
+    step counts in full although it overlaps with the next forward, because that forward may keep the host's cores
+    busy.
     """
     byte = profile.optimizer_seconds / device.speed
     seconds = here * byte + offloaded * max(byte, device.host_update_seconds)

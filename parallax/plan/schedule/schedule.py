@@ -39,7 +39,8 @@ class Ramp:
     ahead: int = 1
 
     def left(self, weight_share: float, interleave: int) -> float:
-        """Return the ramp as a fraction of the other pipeline ranks' seconds per micro-batch.
+        """Return the time to fill and drain the pipeline, as a fraction of the seconds per micro-batch of all pipeline
+        ranks except the slowest.
 
         ``weight_share`` is the fraction of these seconds in weight-gradient passes.
         """

@@ -342,7 +342,8 @@ class StepBound:
         return min(1.0, max(0.0, min(apart, together)) / rows.count)
 
     def _static(self, replicas: int) -> float:
-        """Return a lower bound on the device bytes for parameters of the most common kind of block."""
+        """Return a lower bound on the device bytes of parameters, gradients and states of all blocks of the most common
+        kind."""
         profile, (parameters, trained) = self.request.profile, self._common_bytes
         states = profile.optimizer_bytes + profile.master_bytes
         return min(

@@ -1,10 +1,10 @@
 """``parallax export``: a checkpoint of a run in the formats of other libraries, one module each.
 
 =============  ==========================================================================================
-huggingface    a folder of transformers, with tokenizer; adapters that are not merged in the format of peft
+huggingface    a folder of transformers, with tokenizer; unmerged adapters are in peft's format
 safetensors    the weights alone, under the model's own names
 dcp            torch's distributed checkpoint format: weights and optimizer states, by the model's names
-peft           adapters
+peft           the adapters alone
 =============  ==========================================================================================
 """
 

@@ -259,8 +259,8 @@ def overdue(rank: int, number: int, grace_seconds: float, what: str) -> FailureR
 
 
 def remedy(limit_seconds: float, phase_seconds: float) -> str:
-    """Return a text with the limit that was exceeded, and the setting that changes it. If ``phase_seconds`` is not 0,
-    that limit was exceeded."""
+    """Return a text that names the exceeded limit and the setting that changes it. The limit is ``phase_seconds``, or
+    ``limit_seconds`` if ``phase_seconds`` is 0."""
     if phase_seconds:
         return f"the limit is {phase_seconds:g} s (trainer.phase_seconds; 0 sets none)"
     return f"the limit is {limit_seconds:g} s (trainer.watchdog_seconds; 0 sets none)"

@@ -12,8 +12,8 @@ from parallax.swap.statistics import SwapStatistics
 class StepResult:
     """The result of one step. ``loss`` and ``gradient_norm`` are global; the other fields are this rank's.
 
-    ``read_seconds``   seconds of reading rows outside of actions; ``spans`` contain those inside
-    ``peak_bytes``     peak device memory since the engine was built; on a CPU, of the process, less its memory before
+    ``read_seconds``   seconds of reading rows outside of actions; ``spans`` have the seconds inside each
+    ``peak_bytes``     peak device memory since the build; on a CPU, the process's peak minus its memory before
     ``loss_scale``     the factor by which the loss was multiplied
     ``skipped_steps``  number of steps skipped so far because of non-finite values
     ``trouble``        why this step was skipped; empty if it was not, or if a dynamic loss scale expected the overflow

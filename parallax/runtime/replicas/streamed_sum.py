@@ -151,8 +151,8 @@ class StreamedSum:
         self.all_reduces = 0
 
     def arm(self, stage: int, pending: Collection[nn.Parameter] | None = None) -> None:
-        """Announce the last backward of ``stage`` in this step. For split backwards, announce its last weight-gradient
-        pass, in which only the gradients of ``pending`` still change."""
+        """Call this before the last backward of ``stage`` in a step. With split backwards, call it before the stage's
+        last weight-gradient pass, and give in ``pending`` the parameters whose gradients this pass still changes."""
         if not self._beside:
             return
         if not self._begun:

@@ -84,7 +84,7 @@ def owner_of(exchange: Exchange | None, parameter: Tensor) -> int:
 
 
 def owns(exchange: Exchange | None, parameter: Tensor) -> bool:
-    """Whether this replica steps ``parameter``; True without an exchange."""
+    """Whether this replica steps ``parameter``. True if the replicas share no optimizer states."""
     return exchange is None or exchange.owns(parameter)
 
 

@@ -79,8 +79,8 @@ class _RankWork:
     dispatch: float
 
     def share_of(self, other: _RankWork) -> float:
-        """Return the largest ratio of this rank's seconds to those of ``other``, a replica of the same stage, that can
-        be due to their numbers of rows."""
+        """Return how many times as long as ``other``, a replica of the same stage, this rank may take merely because it
+        has more rows or micro-batches."""
         return max(self.micro_batches / other.micro_batches, self.rows / other.rows)
 
 

@@ -181,8 +181,8 @@ class Mark:
 
     @classmethod
     def read(cls, run: LoggedRun, name: str) -> Mark:
-        """Return the stored mark of an earlier start of the run, or an empty one. If the run starts again at its first
-        step with other settings, it counts as another run."""
+        """Return the mark that an earlier start of this run stored. Return an empty mark if there is none, or if the
+        run begins again at its first step with other settings, because it is then another run."""
         path = run.directory / "loggers" / f"{name}.json"
         text = json.dumps(run.parameters, sort_keys=True, default=str)
         settings = hashlib.sha256(text.encode()).hexdigest()[:16]
