@@ -146,7 +146,7 @@ WRONG_ELSEWHERE = [
     (["plan", "--diff", "a.yaml", "b.yaml"], "cannot read plan a.yaml"),
     (["simulate", "nowhere.yaml"], "cannot read plan nowhere.yaml"),
     (["explain", "nowhere.yaml"], "cannot read plan nowhere.yaml"),
-    (["explain", "nowhere", "--png", "swap.png"], "cannot read plan nowhere"),
+    (["explain", "nowhere", "--png", "swap.png"], "no run has this name in runs/"),
     (["estimate", "model.layrs=3"], "did you mean 'layers'"),
     (["plan", *DGX, "data.path="], "data.path=: it is empty"),
     (["plan", *DGX, "data.pattern="], "data.pattern=: it is empty"),
