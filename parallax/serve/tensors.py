@@ -62,7 +62,11 @@ def read_request(
     """Return the request in ``body``. ``header_bytes``: the value of Inference-Header-Content-Length, the bytes of the
     JSON part; None if all of it is JSON. Raises :class:`RequestError` with status 400 for a wrong request."""
     length = len(body) if header_bytes is None else _length(header_bytes, len(body))
-    tree = _object("the request", _parse(body[:length]), ("id", "parameters", "inputs", "outputs"))
+    keys = ("id", "parameters", "inputs", "outputs", "model_name", "model_version")
+    tree = _object("the request", _parse(body[:length]), keys)
+    # KServe's client repeats the address here, or sends null.
+    if (name := tree.get("model_name")) not in (None, model.name):
+        raise bad(f"model_name: {shown(name)}: accepted is {model.name}")
     request_id = tree.get("id")
     if request_id is not None and not isinstance(request_id, str):
         raise bad("id: accepted is text")

@@ -107,6 +107,13 @@ def test_descriptions_and_health(echo: Server) -> None:
     assert echo.call("DELETE", "/v2").status == 405
 
 
+def test_the_address_may_be_repeated_in_the_body_as_kserve_does(echo: Server) -> None:
+    for more in ({"model_name": "echo"}, {"model_name": None, "model_version": None}):
+        assert send(echo, one_row() | more).status == 200
+    refused = send(echo, one_row() | {"model_name": "other"})
+    assert (refused.status, refused.error) == (400, "model_name: other: accepted is echo")
+
+
 def test_requested_outputs_come_alone_and_in_order(echo: Server) -> None:
     tree = one_row() | {"outputs": [{"name": "INT8"}, {"name": "BOOL"}]}
     found = send(echo, tree)
