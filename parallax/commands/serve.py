@@ -104,7 +104,7 @@ def _serve_job(parsed: argparse.Namespace, job: ForwardJob) -> int:
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    job.config.serve.token()
+    _check(parsed, job)
     with contextlib.ExitStack() as closing:
         with handling_requests(interrupt), working(console, "loading the weights"):
             model: RunModel
@@ -126,6 +126,15 @@ def _serve_job(parsed: argparse.Namespace, job: ForwardJob) -> int:
         if model.failure is not None:
             raise model.failure
     return 0
+
+
+def _check(parsed: argparse.Namespace, job: ForwardJob) -> None:
+    """Raise :class:`ConfigError` for a token file that cannot be read, and for a fixed checkpoint that is to change."""
+    job.config.serve.token()
+    if job.config.serve.follow and parsed.step is not None:
+        raise ConfigError(
+            f"serve.follow=true: --step {parsed.step} names one checkpoint; leave out one of both"
+        )
 
 
 def _start_afresh(job: ForwardJob) -> None:
@@ -154,6 +163,7 @@ def _as_rank(parsed: argparse.Namespace, watch: Watch) -> int:
             f"serve.replicas={job.config.serve.replicas}: torchrun's ranks compute one copy of the model, with "
             "replicas of its stages; start parallax serve without torchrun for several"
         )
+    _check(parsed, job)
     console = console_of(parsed)
 
     def say(line: str) -> None:

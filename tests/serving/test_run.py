@@ -77,6 +77,7 @@ def test_a_stated_rate_is_predicted(serving_run: Callable[..., Server]) -> None:
         (["serve.token_file=none"], "serve.token_file=none"),
         (["serve.replicas=2", "cluster.devices=1"], "set cluster.devices=2 or more"),
         (["serve.replicas=0"], "serve.replicas=0"),
+        (["serve.follow=true", "--step", "2"], "leave out one of both"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
