@@ -160,6 +160,7 @@ def test_wrong_input_ends_in_one_line(
     assert reason in line
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
