@@ -1,5 +1,5 @@
 """How fast are forwards of a model whose weights are larger than the device?  ``python -m benchmarks.larger_forward
-[--json] [--times 4] [--rows 4,16,64] [--turns N]``
+[--json] [--times 4] [--rows 2,4,8] [--turns N]``
 
 The weights of a GPT are so many times the budget of its plan. Two processes compute batches by turns: one
 has all weights in memory, the other fetches each block's from disk. Beside the seconds of a batch stands the physical
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object as last line")
     parser.add_argument("--times", default="4", help="weights over the budget")
-    parser.add_argument("--rows", default="4,16,64", help="rows of a batch")
+    parser.add_argument("--rows", default="2,4,8", help="rows of a batch")
     parser.add_argument("--turns", type=int, default=8, help="batches of each (default 8)")
     given = parser.parse_args(arguments)
     shown = Table(box=box.SIMPLE)
