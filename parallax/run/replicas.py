@@ -27,7 +27,7 @@ from torch import Tensor
 
 from parallax.common.files import temporary_folder
 from parallax.common.signals import Requests
-from parallax.errors import ParallaxError
+from parallax.errors import ParallaxError, printable
 from parallax.machine.local import choose_devices
 from parallax.run.inference import ForwardJob
 from parallax.run.job import build_chain, local_cluster
@@ -42,6 +42,7 @@ from parallax.runtime.failure.exit_report import EXIT_REPORT, read_exit_report
 from parallax.runtime.failure.heartbeat import Heartbeats
 from parallax.serve.model import ModelFailed
 from parallax.serve.tensors import RequestError
+from parallax.serve.wire import short_path
 
 LINK = "PARALLAX_SERVER_LINK"
 """Names the socket of the server that started this rank."""
@@ -175,6 +176,14 @@ class Replica:
     # ---- the thread
 
     def _keep(self) -> None:
+        try:
+            self._keep_ranks()
+        except Exception as error:  # nobody waits for this thread
+            text = f"replica {self._number}: {type(error).__name__}: {error}"
+            self.failure = StartFailed(printable(text), 1)
+            self._changed()
+
+    def _keep_ranks(self) -> None:
         job = self._job
         environment = rank_environment(PreparedRun(job.directory, job.config, job.plan))
         kind = choose_devices(local_cluster(job.config)).kind
@@ -192,7 +201,8 @@ class Replica:
         heartbeats = Heartbeats(folder, ranks, Requests())
         came = threading.Event()
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(folder / "link"))
+            with short_path(folder / "link") as address:
+                listener.bind(address)
             listener.listen(ranks)
             arguments = listener, server, came
             threading.Thread(target=self._accept, args=arguments, daemon=True).start()

@@ -9,10 +9,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +51,20 @@ def receive(link: socket.socket) -> tuple[dict[str, Any], list[Tensor]]:
         if tensors[-1].numel():
             _fill(link, _bytes_of(tensors[-1]))
     return tree["message"], tensors
+
+
+@contextlib.contextmanager
+def short_path(path: Path) -> Iterator[str]:
+    """A context with an address for the socket at ``path``. An address has at most 108 bytes, and a path may have more;
+    on Linux its folder is named by an open file."""
+    if not Path("/proc/self/fd").is_dir():
+        yield str(path)
+        return
+    handle = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{handle}/{path.name}"
+    finally:
+        os.close(handle)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -157,7 +157,10 @@ def test_evaluate_predict_and_serve_run_on_the_device(tmp_path: Path) -> None:
         [*command, *words], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
     ) as server:
         assert server.stdout is not None
-        assert any("serving http://" in line for line in server.stdout)
-        server.terminate()
-        server.communicate(timeout=120)
+        try:
+            assert any("serving http://" in line for line in server.stdout)
+            server.terminate()
+            server.communicate(timeout=120)
+        finally:
+            server.kill()
     assert server.returncode == 0

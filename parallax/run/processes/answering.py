@@ -29,7 +29,7 @@ from parallax.run.processes.rank import limits
 from parallax.runtime.failure.watch import Watch
 from parallax.runtime.forward import ForwardEngine
 from parallax.serve.model import ModelFailed
-from parallax.serve.wire import receive, send
+from parallax.serve.wire import receive, send, short_path
 
 _LIFE_SECONDS = 1.0  # a rank that waits wakes up as often, to show that it lives
 
@@ -79,7 +79,8 @@ def answer_batches(job: ForwardJob, watch: Watch, connect: Connect) -> None:
 def connected(path: str) -> socket.socket:
     """Return a connection with the server that listens at ``path``."""
     link = socket.socket(socket.AF_UNIX)
-    link.connect(path)
+    with short_path(Path(path)) as address:
+        link.connect(address)
     return link
 
 
