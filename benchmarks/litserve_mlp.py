@@ -17,7 +17,7 @@ from parallax.model.factory.mlp import MLPConfig
 
 
 class Api(litserve.LitAPI):
-    """One model, and batches of what has arrived."""
+    """LitServe's interface to the MLP, with batches of the requests that have arrived."""
 
     def setup(self, device: str) -> None:
         assert device == "cpu"

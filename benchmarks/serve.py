@@ -72,7 +72,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """A measured p99 beside those that the server, and the plan, predicted."""
+    """A measured p99, and the predictions of it by the server at its start and by the plan."""
 
     share: float
     load: Load
@@ -306,7 +306,7 @@ def litserve_python(named: str) -> str:
 
 
 def collected(measured: Iterator[Any], as_json: bool) -> list[Any]:
-    """Return what is measured; with ``as_json`` print each of it as well."""
+    """Return all measurements. With ``as_json``, print each one as a line of JSON when it arrives."""
     found = []
     for each in measured:
         found.append(each)

@@ -27,7 +27,7 @@ from parallax.plan.task import PlanTask
 from parallax.run.evaluating import EvaluatedRun, evaluate, figures_path
 from parallax.run.export import CheckpointChoice
 from parallax.run.inference import EMA, TRAINED, ForwardJob, ForwardRequest, stored_run
-from parallax.run.processes.forwards import job_of_file, job_together, launch, run_forwards
+from parallax.run.processes.forwards import job_of_rank, launch, run_forwards
 from parallax.run.processes.process import as_rank
 from parallax.run.resume import StoredRun
 from parallax.run.working import working
@@ -126,11 +126,9 @@ def _launch(parsed: argparse.Namespace, job: ForwardJob, file: Path) -> int:
 
 def _as_rank(parsed: argparse.Namespace, watch: Watch) -> int:
     with watch.phase("planning"):
-        if parsed.prepared is not None:
-            job = job_of_file(parsed.prepared)
-        else:
-            devices = int(os.environ.get("WORLD_SIZE", "1"))
-            job = job_together(lambda: _stored(parsed), _request(parsed, devices))
+        job = job_of_rank(
+            parsed.prepared, lambda: _stored(parsed), lambda ranks: _request(parsed, ranks)
+        )
 
     def work(job: ForwardJob, engine: EvaluationEngine, source: Source, watch: Watch) -> None:
         found = evaluate(job, engine, source, watch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from parallax.run.export import CheckpointChoice
 from parallax.run.inference import EMA, TRAINED, ForwardJob, ForwardRequest, NewRows, stored_run
 from parallax.run.predicting import PredictedRun, predict
 from parallax.run.predictions import Outputs
-from parallax.run.processes.forwards import job_of_file, job_together, launch, run_forwards
+from parallax.run.processes.forwards import job_of_rank, launch, run_forwards
 from parallax.run.processes.process import as_rank
 from parallax.run.resume import StoredRun
 from parallax.run.working import working
@@ -144,12 +143,12 @@ def _launch(parsed: argparse.Namespace, job: ForwardJob, outputs: Outputs) -> in
 
 def _as_rank(parsed: argparse.Namespace, outputs: Outputs, watch: Watch) -> int:
     with watch.phase("planning"):
-        if parsed.prepared is not None:
-            job = job_of_file(parsed.prepared)
-        else:
-            devices = int(os.environ.get("WORLD_SIZE", "1"))
-            request = _request(parsed, devices)
-            job = job_together(lambda: _stored(parsed), request, outputs.prepared)
+        job = job_of_rank(
+            parsed.prepared,
+            lambda: _stored(parsed),
+            lambda ranks: _request(parsed, ranks),
+            outputs.prepared,
+        )
 
     def work(job: ForwardJob, engine: ForwardEngine, source: Source, watch: Watch) -> None:
         assert isinstance(source, IndexedSource)

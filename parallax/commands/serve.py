@@ -26,7 +26,7 @@ from parallax.run.export import CheckpointChoice
 from parallax.run.inference import EMA, TRAINED, ForwardJob, ForwardRequest, stored_run
 from parallax.run.job import local_cluster
 from parallax.run.processes.answering import answer_batches, connected
-from parallax.run.processes.forwards import job_of_file, job_together
+from parallax.run.processes.forwards import job_of_rank
 from parallax.run.processes.launch import start_afresh, uses_accelerator
 from parallax.run.processes.process import as_rank
 from parallax.run.rates import measured_rates
@@ -150,11 +150,9 @@ def _start_afresh(job: ForwardJob) -> None:
 
 def _as_rank(parsed: argparse.Namespace, watch: Watch) -> int:
     with watch.phase("planning"):
-        if parsed.prepared is not None:
-            job = job_of_file(parsed.prepared)
-        else:
-            devices = int(os.environ.get("WORLD_SIZE", "1"))
-            job = job_together(lambda: _stored(parsed), _request(parsed, devices))
+        job = job_of_rank(
+            parsed.prepared, lambda: _stored(parsed), lambda ranks: _request(parsed, ranks)
+        )
     if (path := os.environ.get(LINK)) is not None:
         answer_batches(job, watch, lambda: connected(path))
         return 0

@@ -193,7 +193,7 @@ def _rows(run: LiveRun, columns: Sequence[_Column], ranks: Sequence[RankSnapshot
 
 
 def _doing(run: LiveRun, rank: RankSnapshot, level: int) -> str:
-    """Return what a rank does now: its action with the micro-batch, or its phase."""
+    """Return the present activity of a rank: its action and micro-batch, or its phase."""
     if rank.ended:
         return "ended"
     if run.is_stale(rank):

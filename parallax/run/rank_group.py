@@ -92,7 +92,7 @@ class RankGroup:
                     send(link.socket, {"do": "end"})
 
     def _request(self, message: dict[str, Any], tensors: Sequence[Tensor] = ()) -> _Waiting:
-        """Send a message to all ranks, and the tensors to those that read them; wait for all answers."""
+        """Send a message to all ranks and wait for their answers. Only ranks that read inputs get the tensors."""
         waiting = _Waiting(len(self._links), runs=message["do"] == "run")
         with self._sending:
             number = next(self._numbers)

@@ -67,7 +67,7 @@ class Batcher:
         self._model_changed()
 
     def close(self) -> None:
-        """Refuse what is queued and end the thread; wait a moment for batches that the model still computes."""
+        """Refuse all queued requests and end the threads. Batches in progress get some seconds to finish."""
         with self._changed:
             self._closing = True
             left, self._queue = [*self._queue], deque()

@@ -1,4 +1,4 @@
-"""What a server costs, measured at its start: seconds of batches, and of the HTTP thread for a request.
+"""Measure a server at its start: the seconds of batches, and the seconds of the HTTP thread for a request.
 
 ``TimedModel`` times the batches that :mod:`.invariance` computes anyway. ``http_seconds`` sends requests to a server
 of the model over loopback, and reads the processor time of the server's threads besides the model: the client's time
@@ -122,7 +122,7 @@ class HttpSeconds(NamedTuple):
 
 
 def http_seconds(model: ServedModel, config: ServeConfig) -> HttpSeconds:
-    """Return what a server of ``model`` needs to read and answer requests of one row, with binary data."""
+    """Return the seconds in which a server of ``model`` reads and answers requests of one row with binary data."""
     metered, metrics = _Metered(model), ServeMetrics()
     rows = min(_CONNECTIONS, config.max_batch_rows)
     plain = ServeConfig(max_batch_rows=rows, max_body_bytes="1TiB")

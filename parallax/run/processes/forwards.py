@@ -44,6 +44,8 @@ from parallax.train.data.source import Source, seed_generators
 Engine = EvaluationEngine | ForwardEngine
 Work = Callable[[ForwardJob, Any, Source, Watch], None]
 """Does the work of a rank, given a job, the engine (a :class:`ForwardEngine` for inference), the rows and the watch."""
+Prepare = Callable[[Callable[[], ForwardJob]], ForwardJob]
+"""Returns the job of rank 0, given the function that plans it."""
 _AGAIN = "run the same command again"
 
 
@@ -72,10 +74,23 @@ def launch(job: ForwardJob, command: Sequence[str], *, own_process: bool) -> int
     return code
 
 
+def job_of_rank(
+    prepared: Path | None,
+    read: Callable[[], StoredRun],
+    request: Callable[[int], ForwardRequest],
+    prepare: Prepare = lambda plan: plan(),
+) -> ForwardJob:
+    """Return the job of this rank; every rank calls it. The job is in the file ``prepared`` if Parallax's launcher
+    started the ranks. Otherwise rank 0 plans it for ``request(ranks)``, see :func:`job_together`."""
+    if prepared is not None:
+        return job_of_file(prepared)
+    return job_together(read, request(int(os.environ.get("WORLD_SIZE", "1"))), prepare)
+
+
 def job_together(
     read: Callable[[], StoredRun],
     request: ForwardRequest,
-    prepare: Callable[[Callable[[], ForwardJob]], ForwardJob] = lambda plan: plan(),
+    prepare: Prepare = lambda plan: plan(),
 ) -> ForwardJob:
     """Return the job that rank 0 plans for all ranks. Every rank of torch's default group calls it. ``prepare(plan)``
     returns the job on rank 0, either from ``plan()`` or an earlier one."""

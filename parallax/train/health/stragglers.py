@@ -48,8 +48,8 @@ _PREDICTED = ("forward", "backward", "recompute")
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A rank that is slow in most steps, by ``factor``. ``than``: what it was compared with, other ranks or the
-    prediction. ``where``: its stage, replica and host."""
+    """A rank that is slow in most steps, by ``factor``. ``than``: the comparison, either other ranks or the prediction.
+    ``where``: the stage, the replica and the host of the rank."""
 
     rank: int
     factor: float

@@ -41,7 +41,7 @@ class Saves:
         self.seconds = 0.0
         """Seconds for which training has waited for checkpoints so far."""
         self.completed: list[Path] = []
-        """Checkpoints that became complete. The caller removes those that it has handled."""
+        """Checkpoints that are complete and that the caller has still to handle. The caller removes each one."""
         self._reported = 0.0  # part of :attr:`seconds` that :meth:`columns` has returned
         # The step of the last checkpoint; 0, because before the first step there is nothing to save.
         self._saved: int | None = 0
