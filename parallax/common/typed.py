@@ -78,10 +78,12 @@ def checked(
     group: str,
     label: str = "",
     elsewhere: Callable[[str], str] = lambda key: "",
+    added: list[str] | None = None,
 ) -> dict[str, Any]:
     """Return a copy of ``tree`` if its keys are exactly the fields of the dataclass ``kind``; raise an error otherwise.
 
-    ``elsewhere(key)`` returns a hint for a key that belongs to another group or has another name.
+    ``elsewhere(key)`` returns a hint for a key that belongs to another group or has another name. If ``added`` is a
+    list, missing keys get their defaults, and are appended to it as ``KEY=VALUE``.
     """
     prefix, hints = f"{group}." if group else "", field_types(kind)
     accepted = (
@@ -100,13 +102,16 @@ def checked(
                 hint = elsewhere(f"{prefix}{key}") or nearest(str(key), hints)
                 unknown(f"{prefix}{key}={shown(tree[key])}", accepted, hint)
     mistakes.raise_collected()
+    values, usual = dict(tree), defaults(kind)
     for key in hints:
-        if key not in tree:
-            default = (
-                f", the default is {shown(defaults(kind)[key])}" if key in defaults(kind) else ""
-            )
+        if key in tree:
+            continue
+        default = f", the default is {shown(usual[key])}" if key in usual else ""
+        if added is None or not default:
             refuse(f"{prefix}{key}", f"missing; {accepted}{default}")
-    return dict(tree)
+        values[key] = list(usual[key]) if isinstance(usual[key], tuple) else usual[key]
+        added.append(f"{prefix}{key}={shown(usual[key])}")
+    return values
 
 
 def build(kind: type, values: dict[str, Any], prefix: str) -> Any:

@@ -186,14 +186,18 @@ def dump(config: RunConfig) -> str:
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
 
 
-def load(text: str) -> RunConfig:
+def load(text: str, added: list[str] | None = None) -> RunConfig:
     """Read the configuration that :func:`dump` wrote, validated as :func:`compose` does.
+
+    If ``added`` is a list, settings that the text lacks get their defaults and are appended to it, as long as the text
+    has its last setting: such a text was written by a version without these settings, and is not cut.
 
     A user's schedule is imported, so first check that the user trusts the file (:mod:`parallax.common.trust`).
     """
     tree = plain_yaml(text)
+    whole = isinstance(tree, dict) and list(field_types(RunConfig))[-1] in tree
     try:
-        return _read_run(tree, Mistakes())
+        return _read_run(tree, Mistakes(), added if whole else None)
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"the stored configuration is not plain YAML: {_one_line(error)}"
@@ -475,12 +479,17 @@ def _remove(tree: dict[str, Any], key: str) -> None:
 # ---- Reading: plain data into dataclasses --------------------------------------------------------
 
 
-def _read_run(tree: Any, mistakes: Mistakes) -> RunConfig:
+def _read_run(tree: Any, mistakes: Mistakes, added: list[str] | None = None) -> RunConfig:
     """Return the configuration, with each group read into the dataclass that the group's ``name`` selects. Raises one
     error that lists ``mistakes`` and all wrong keys. If there are none, values are checked, and one error lists all
-    wrong values."""
+    wrong values. If ``added`` is a list, missing keys get their defaults and are appended to it."""
     groups = [key for key in field_types(RunConfig) if _kinds(key)]
-    parts = checked(RunConfig, tree, "", elsewhere=elsewhere)
+    if added is not None and (new := set(groups) - {"model", "data", "cluster"} - set(tree)):
+        usual = plain_yaml(dump(compose([])))
+        tree = {**tree, **{group: usual[group] for group in new}}
+        options = {group: usual[group].get("name") for group in sorted(new)}
+        added += [f"{group}={name}" if name else group for group, name in options.items()]
+    parts = checked(RunConfig, tree, "", elsewhere=elsewhere, added=added)
     kinds: dict[str, type[Any]] = {}
     for group in groups:
         named = {defaults(kind).get("name", group): kind for kind in _kinds(group)}
@@ -492,7 +501,7 @@ def _read_run(tree: Any, mistakes: Mistakes) -> RunConfig:
                 chosen, label = named[name], f"{group}={name}"
             kinds[group] = chosen
             hint = functools.partial(elsewhere, accepted=field_types(chosen))
-            parts[group] = checked(chosen, parts[group], group, label, hint)
+            parts[group] = checked(chosen, parts[group], group, label, hint, added)
     mistakes.raise_collected()
     for group, kind in kinds.items():
         with mistakes.collecting():

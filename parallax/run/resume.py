@@ -15,6 +15,7 @@ from pathlib import Path
 
 from parallax import config as configuration
 from parallax.common.documents import LARGEST, read_text
+from parallax.common.terminal import safe_console
 from parallax.common.trust import check_named, class_paths
 from parallax.config import RunConfig
 from parallax.errors import CheckpointError, ConfigError, DataError, printable
@@ -25,7 +26,7 @@ from parallax.runtime.checkpoint import CheckpointReader, list_checkpoints, step
 STORED = "config.yaml"
 # Given a file and the class paths in it, key by key.
 Trusts = Callable[[Path, Mapping[str, str]], None]
-_SHOWN = 6  # differences that a refusal lists
+_SHOWN = 6  # settings in one line
 
 
 @dataclass(frozen=True)
@@ -129,14 +130,25 @@ def read_stored(directory: Path) -> str:
 
 
 def load_stored(file: Path, text: str) -> RunConfig:
-    """Return the stored settings from their ``text``. The user must trust the class paths in ``file``."""
+    """Return the stored settings from their ``text``. The user must trust the class paths in ``file``. Settings that an
+    earlier version did not store get their defaults, and a line names them."""
+    added: list[str] = []
     try:
-        return configuration.load(text)
+        config = configuration.load(text, added)
     except ConfigError as error:
         raise ConfigError(
             f"{printable(str(file))} is damaged or of another version: {error}; restore it, or move it away and give "
             "all settings again"
         ) from error
+    if added:
+        more = f" and {len(added) - _SHOWN} more" if len(added) > _SHOWN else ""
+        safe_console(stderr=True).print(
+            f"{printable(str(file))} was written before these settings existed, and gets their defaults: "
+            f"{', '.join(added[:_SHOWN])}{more}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return config
 
 
 def check_resumable(directory: Path, stored: RunConfig, config: RunConfig) -> None:

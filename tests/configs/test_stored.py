@@ -1,6 +1,8 @@
 """A configuration becomes text and comes back, and two are compared."""
 
+import copy
 import dataclasses
+from typing import Any
 
 import pytest
 import yaml
@@ -69,6 +71,38 @@ def test_stored_text_is_validated_and_is_data_only(old: str, new: str, message: 
         load(text)
     assert str(caught.value).startswith(message)
     assert str(caught.value).isprintable()
+
+
+def test_settings_of_a_later_version_get_their_defaults() -> None:
+    """A file of an earlier version lacks a setting or a group; a file that is cut lacks its end."""
+    config = compose(["checkpoint.keep=9"])
+    whole: dict[str, Any] = yaml.safe_load(dump(config))
+    groups = {key: value for key, value in whole.items() if isinstance(value, dict)}
+    filled = 0
+    for path in [(key,) for key in whole] + [
+        (key, inner) for key in groups for inner in whole[key]
+    ]:
+        tree = copy.deepcopy(whole)
+        del (tree if len(path) == 1 else tree[path[0]])[path[-1]]
+        added: list[str] = []
+        text = yaml.safe_dump(tree, sort_keys=False)
+        if path in {(key,) for key in ("model", "data", "cluster", "callbacks")} | {
+            (key, "name") for key in groups
+        }:
+            continue
+        read = load(text, added)
+        with pytest.raises(ConfigError, match=rf"{path[-1]}: missing|^{path[0]}"):
+            load(text)
+        filled += 1
+        assert added
+        assert all(f"{line}.".startswith(".".join(path)) for line in added)
+        if path[-1] not in ("checkpoint", "keep"):
+            assert differences(config, read) == [], "the setting had its default before"
+    assert filled > 100
+    for end in range(len(whole)):
+        cut = yaml.safe_dump(dict(list(whole.items())[:end]), sort_keys=False)
+        with pytest.raises(ConfigError):
+            load(cut, [])
 
 
 @pytest.mark.parametrize(
