@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.distributed.pool import ROOT
 
 CONFTEST = """
@@ -64,6 +66,7 @@ def test_leaves_nothing(tmp_path):
 """
 
 
+@pytest.mark.slow
 def test_what_a_test_leaves_behind_fails_it(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()

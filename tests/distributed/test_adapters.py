@@ -190,7 +190,7 @@ def plain_peft(case: Case) -> Outcome:
 @pytest.mark.parametrize(
     ("replicas", "more"),
     [
-        ((2, 1), {}),
+        pytest.param((2, 1), {}, marks=pytest.mark.slow),
         ((1, 2), {"schedule": "zb-h1"}),
         ((2,), {"directive": "recompute", "shard": True}),
         ((1, 2), {**OFFLOADED, "directive": "offload"}),

@@ -95,7 +95,7 @@ def losses_and_states(case: Case) -> Outcome:
 
 
 PLANS: list[Any] = [
-    ((2,), {}),
+    pytest.param((2,), {}, marks=pytest.mark.slow),
     pytest.param((3,), {"directive": "recompute"}, marks=pytest.mark.thorough),
     pytest.param((2,), {"directive": "offload"}, marks=pytest.mark.thorough),
     ((1, 2), {"schedule": "gpipe"}),

@@ -115,7 +115,7 @@ def whole(folder: Path, kind: str) -> tuple[float, dict[str, Tensor]]:
     return loss.item(), {name: parameters[i][inner].grad for name, (i, inner) in names.items()}  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("kind", ["tokens", "labels"])
+@pytest.mark.parametrize("kind", ["tokens", pytest.param("labels", marks=pytest.mark.slow)])
 def test_the_loss_is_the_mean_over_counted_tokens(pool: Pool, tmp_path: Path, kind: str) -> None:
     write(tmp_path)
     ((expected, gradients),) = pool.run(whole, 1, tmp_path, kind)

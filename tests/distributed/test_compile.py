@@ -148,6 +148,7 @@ print(before, "torch._dynamo" in sys.modules,
 """
 
 
+@pytest.mark.slow
 def test_the_compiler_is_loaded_only_on_request() -> None:
     """It takes as long as torch itself. A constructor that is recorded, an optimizer that is made and one that steps
     loaded it."""

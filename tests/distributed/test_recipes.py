@@ -169,9 +169,13 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+QUICK = "nanogpt", "seq2seq", "speech"
+NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_trains_as_its_plain_loop(
     pool: Pool, tmp_path: Path, name: str, precision: str
 ) -> None:
@@ -185,7 +189,7 @@ def test_a_recipe_trains_as_its_plain_loop(
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_resumes_under_another_plan(pool: Pool, tmp_path: Path, name: str) -> None:
     settings = RECIPES[name].overrides(tmp_path, "fp64")
     (expected,) = pool.run(plain, 1, name, tmp_path, settings)

@@ -153,6 +153,7 @@ def trained(here: Path, called: Called) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_mistyped_settings_and_data_without_targets(
     trained: Path, called: Called, capfd: pytest.CaptureFixture[str]
 ) -> None:

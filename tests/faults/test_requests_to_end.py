@@ -301,6 +301,7 @@ def test_a_second_ctrl_c_ends_at_once(here: Path, replicas: tuple[int, ...]) -> 
     assert temporary() == []
 
 
+@pytest.mark.slow
 def test_planning_ends_in_one_line(here: Path) -> None:
     (here / "asking.py").write_text(
         "import pathlib, time\ndef build():\n pathlib.Path('here').touch(); time.sleep(60)"

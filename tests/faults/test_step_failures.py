@@ -123,7 +123,7 @@ ENDED = rf"rank {{rank}} \(stage {{rank}}, replica 0\) ended without a report, {
         pytest.param("raises", "0", "backward", RAISED, marks=pytest.mark.thorough),
         pytest.param("raises", "1", "backward", RAISED, marks=pytest.mark.faults),
         pytest.param("raises", "1", "forward", RAISED, marks=pytest.mark.thorough),
-        ("crashes", "1", "forward", KILLED),
+        pytest.param("crashes", "1", "forward", KILLED, marks=pytest.mark.slow),
         pytest.param("is_killed", "0", "forward", KILLED, marks=pytest.mark.thorough),
     ],
 )

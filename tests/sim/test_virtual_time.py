@@ -23,6 +23,7 @@ def test_a_step_takes_what_was_predicted(figures: dict[str, Any], directive: str
     assert found["seconds"] == pytest.approx(found["predicted"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_offloading_hides(figures: dict[str, Any]) -> None:
     """Where the planner says so, with half of the activations on the device."""
     keep, offload = figures["keep"], figures["offload"]

@@ -25,7 +25,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.slow) if kind == "photos" else kind for kind in KINDS],
+)
 def test_both_sides_read_batches_of_one_size(kind: str, tmp_path: Path) -> None:
     case = KINDS[kind](tmp_path / "rows", SMALL)
     for side in (ours, theirs):

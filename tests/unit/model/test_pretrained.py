@@ -284,6 +284,7 @@ def test_only_a_head_is_initialized_by_the_constructor(
         check_weights(chain_of(HuggingFaceConfig(pretrained=str(tmp_path))))
 
 
+@pytest.mark.slow
 def test_ties_that_the_files_do_not_have_are_refused(tmp_path: Path) -> None:
     untied = transformers.LlamaConfig(**TEXT, tie_word_embeddings=False)
     model = saved(tmp_path, transformers.LlamaForCausalLM(untied))

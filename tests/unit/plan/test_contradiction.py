@@ -180,6 +180,7 @@ def test_parameters_that_cannot_be_offloaded_are_refused_before_measuring(
     assert expected in line
 
 
+@pytest.mark.slow
 def test_the_search_has_a_shape_for_exactly_what_is_not_refused() -> None:
     """Stages, replicas, schedules and micro-batches of small pipelines: what is refused early is what the search finds
     no shape for. Too few rows are left out: a replica without rows has a shape."""

@@ -181,8 +181,10 @@ def proved(plan: Plan, memory: int) -> Plan:
 @pytest.mark.parametrize(
     ("share", "tight"),
     [
-        (1.0, True),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1.0, False), (0.0, True))),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((1.0, True), (1.0, False), (0.0, True))
+        ),
         pytest.param(0.0, False, marks=pytest.mark.thorough),
     ],
 )

@@ -154,6 +154,7 @@ def going_back() -> None:
     assert bound.peak_bytes() == most, "what comes later is not of the bound"
 
 
+@pytest.mark.slow
 def test_freed_memory_goes_back_at_the_line_and_not_before() -> None:
     command = [
         sys.executable,
