@@ -10,8 +10,10 @@ import io
 import logging
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -22,6 +24,11 @@ from parallax.errors import printable
 
 FILE_WIDTH = 120  # columns of output that does not go to a terminal
 OURS = "parallax: "  # prefix of the line with the reason why a run ended
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
+_PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
+_SHORTENED = (
+    "(frames of Parallax and of libraries are left out; PARALLAX_TRACEBACK=full shows them)"
+)
 
 
 def lines(text: str) -> str:
@@ -39,9 +46,43 @@ def _indented(line: str) -> str:
 
 
 def print_exception(error: BaseException) -> str:
-    """Return Python's traceback of ``error``, escaped."""
-    text = "".join(traceback.format_exception(error)).rstrip("\n")
-    return lines(text) + "\n"
+    """Return Python's traceback of ``error``, escaped. If Parallax called code of the user, which raised it, Parallax's
+    own frames and those of libraries above that code are left out, unless ``PARALLAX_TRACEBACK=full``."""
+    trace = traceback.TracebackException.from_exception(error)
+    short = os.environ.get("PARALLAX_TRACEBACK") != "full" and _shorten(trace, set())
+    text = lines("".join(trace.format()).rstrip("\n"))
+    return f"{text}\n{_SHORTENED}\n" if short else f"{text}\n"
+
+
+def _shorten(trace: traceback.TracebackException | None, seen: set[int]) -> bool:
+    """Reduce the frames of ``trace``, and of the exceptions before it, to those of the user; return whether any frame
+    was left out."""
+    if trace is None or id(trace) in seen:
+        return False
+    seen.add(id(trace))
+    before = [_shorten(each, seen) for each in (trace.__cause__, trace.__context__)]
+    kept = _frames_of_user(trace.stack)
+    shorter = len(kept) < len(trace.stack)
+    trace.stack = traceback.StackSummary.from_list(kept)
+    return shorter or any(before)
+
+
+def _frames_of_user(frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """Return the frames of the user's code and the last frame. Return all frames if Parallax itself raised the
+    exception, or if no code of the user ran below Parallax's."""
+    ours = [frame.filename.startswith(_OURS) for frame in frames]
+    below = ours.index(True) if True in ours else len(frames)
+    users = [frame for frame in frames[below:] if _is_users(frame.filename)]
+    if not users or ours[-1]:
+        return frames
+    return users if frames[-1] is users[-1] else [*users, frames[-1]]
+
+
+def _is_users(file: str) -> bool:
+    return not (
+        file.startswith((_OURS, _PYTHON, "<frozen"))
+        or {"site-packages", "dist-packages"} & set(Path(file).parts)
+    )
 
 
 class SafeConsole(Console):
