@@ -15,6 +15,7 @@ from typing import Any
 from parallax.common.documents import SMALL_BYTES, read_json
 from parallax.common.files import cache_directory, replacing
 from parallax.common.units import format_bytes
+from parallax.errors import UserError
 from parallax.machine.host import available_memory
 from parallax.model.describe import Chain
 from parallax.model.verification.comparison import (
@@ -62,9 +63,9 @@ def verify(
     if known is not None:
         return known
     if when == AUTO and (reason := _too_large(chain)):
-        logger.warning("the chain was not checked against the model: %s", reason)
+        logger.warning("it was not checked that the blocks compute what the model does: %s", reason)
         return Verdict()
-    progress("checking the chain against the model")
+    progress("checking that the blocks compute what the model does")
     with own_random_state():
         unchecked = _check_forward(chain, loss, batch)
         blocks = BlocksInOrder(chain)
@@ -72,17 +73,21 @@ def verify(
         if (rows := padded()) is not None:
             found = replace(found, padded=find_lookahead(blocks, loss, rows))
     if unchecked:
-        logger.warning("the chain was not checked against the model: %s", unchecked)
+        logger.warning(
+            "it was not checked that the blocks compute what the model does: %s", unchecked
+        )
     else:
         _store_verdict(path, found)
     return found
 
 
 def _check_forward(chain: Chain, loss: Loss, batch: SampleRows) -> str:
-    """Return the reason why the comparison was incomplete, or '' if it was complete and the chain is correct."""
+    """Return the reason why the comparison was incomplete, or '' if it was complete and the chain is correct. Raises
+    the user error that model and loss raise for every number of rows."""
     if not has_own_forward(chain):
         return ""  # the model is defined by its blocks
     why = ""
+    mistake: BaseException | None = None
     for counts in ROWS:
         fitting = [count for count in counts if count <= len(batch)]
         if not fitting:
@@ -91,6 +96,9 @@ def _check_forward(chain: Chain, loss: Loss, batch: SampleRows) -> str:
             return compare_with_own_forward(chain, loss, batch, fitting)
         except CannotRun as error:
             why = why or f"on {fitting[0]} row(s) its own forward raises {error}"
+            mistake = mistake or error.__cause__
+    if isinstance(mistake, UserError):
+        raise mistake
     return why
 
 

@@ -315,8 +315,20 @@ def test_what_does_not_fit_the_host_is_not_checked_and_says_so(
     with caplog.at_level(logging.WARNING, logger="parallax"):
         assert verify(chain, F.cross_entropy, batch()) == Verdict()
     (record,) = caplog.records
-    assert "was not checked against the model: model, chain and gradients need" in record.message
+    assert (
+        "it was not checked that the blocks compute what the model does: model, chain and gradients need"
+        in record.message
+    )
     assert "model.verify=true" in record.message
+
+
+def test_a_loss_that_refuses_the_targets_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    def refused(outputs: Tensor, targets: Tensor) -> Tensor:
+        raise DescribeError("the targets are wrong")
+
+    with pytest.raises(DescribeError, match="the targets are wrong"):
+        verify(chain_of(Net), refused, batch())
+    assert not caplog.records
 
 
 MODELS = {**ZOO, **FAMILIES}
