@@ -17,6 +17,7 @@ import re
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -293,8 +294,8 @@ def _option(text: str, override: Override, options: OptionFolders) -> str:
 
 def elsewhere(key: str, accepted: Collection[str] = ()) -> str:
     """Return a hint for an unknown ``key``. It finds a key without its group, such as ``steps=80``; a key under the
-    wrong group, such as ``trainer.lr``; and a key of another trainer, such as ``batch_size=8``. ``accepted``: the keys
-    of the group that ``key`` names."""
+    wrong group, such as ``trainer.lr``; a key of another trainer, such as ``batch_size=8``; and an argument of the
+    user's factory. ``accepted``: the keys of the group that ``key`` names."""
     group, _, leaf = key.rpartition(".")
     groups = field_types(RunConfig)
     if group and group not in groups:
@@ -313,7 +314,11 @@ def elsewhere(key: str, accepted: Collection[str] = ()) -> str:
         return ""
     if found:
         return f" (did you mean '{found}'?)"
-    return f"; {remark(leaf)}" if remark(leaf) else ""
+    if remark(leaf):
+        return f"; {remark(leaf)}"
+    # An argument of the user's factory, such as model.depth for model.kwargs.depth, and no mistyped key.
+    argument = "kwargs" in accepted and not get_close_matches(leaf, accepted, n=1, cutoff=0.7)
+    return f" (did you mean '{group}.kwargs.{leaf}'?)" if argument else ""
 
 
 def _kinds(group: str) -> list[type[Any]]:

@@ -288,6 +288,13 @@ def test_an_option_does_not_accept_the_keys_of_another() -> None:
     )
 
 
+def test_an_argument_of_the_users_factory_is_found() -> None:
+    assert error_of("model=custom", "model.depth=6").endswith(
+        "(did you mean 'model.kwargs.depth'?)"
+    )
+    assert error_of("model=custom", "model.trget=m:f").endswith("(did you mean 'target'?)")
+
+
 def test_errors_of_keys_reach_other_ranks_with_their_message() -> None:
     """Ranks under torchrun raise the first rank's error, rebuilt from its class and text."""
     with pytest.raises(ConfigError) as caught:
