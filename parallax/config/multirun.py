@@ -15,6 +15,7 @@ the job in this process, or pickles it and calls it in another, on this machine 
 from __future__ import annotations
 
 import contextlib
+import re
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from parallax import config as configuration
 from parallax.common.typed import Mistakes, refuse
 from parallax.config.options import OptionFolders, quoted
 from parallax.config.session import opened
-from parallax.errors import ConfigError, ParallaxError, printable
+from parallax.errors import ConfigError, ParallaxError, nearest, printable
 
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
@@ -36,6 +37,10 @@ Job = Callable[[list[str]], float]
 
 _FOLDERS = ("hydra.sweep.", "hydra.run.", "hydra.output_subdir", "hydra.job.chdir")
 _LONGEST = 300  # characters of Hydra's message
+# Its message about an option that a group does not have: the group, the option, the options that exist.
+_NO_OPTION = re.compile(
+    r"In .*: Could not find '(\w+)/([^'/]*)' Available options in '[^']*': ([\w ]+?)(?: Config search path.*)?$"
+)
 _BASIC = "BasicSweeper"
 _IN_TURN = "BasicLauncher"
 
@@ -300,6 +305,12 @@ def _errors_in_one_line(typed: tuple[str, ...]) -> Iterator[None]:
 def _shown(error: Exception) -> str:
     """Return the text of a Hydra error, without the parts that are meant for Hydra's developers."""
     message = " ".join(str(error).split()) or type(error).__name__
+    if found := _NO_OPTION.match(message):
+        accepted = found[3].split()
+        return printable(
+            f"{found[1]}={found[2]}: unknown option; accepted are {', '.join(accepted)}"
+            f"{nearest(found[2], accepted)}"
+        )
     if message.startswith("Error merging override") and error.__cause__ is not None:
         message = f"{message}: {' '.join(str(error.__cause__).split())}"
     for rest in (" Config search path:", " full_key:", " To append to your config"):

@@ -57,6 +57,7 @@ def test_what_differs_and_what_is_alike() -> None:
         ("name=a/b", "the name of a point is made of"),
         ("name=../a", "one folder name"),
         ("hydra.sweep.dir=/x", "runs/SWEEP/POINT; accepted is name=SWEEP"),
+        ("model=gtp", "model=gtp: unknown option; accepted are custom, gpt, huggingface"),
         ("hydra/launcher=basik", "hydra/launcher=basik: "),
         ("hydra.launcher.nope=3", "'hydra.launcher.nope'"),
         ("hydra/launcher=basic,basic", "Sweeping over Hydra's configuration is not supported"),
