@@ -27,7 +27,7 @@ from parallax.common.units import format_seconds
 from parallax.errors import ConfigError
 from parallax.plan.simulation.predict import predict
 from parallax.run.diagnosis import Diagnosis, Measured, diagnose
-from parallax.run.diagnosis.changes import RequestedSettings
+from parallax.run.diagnosis.changes import LEAST, Cause, RequestedSettings
 from parallax.run.diagnosis.fitted import fit
 from parallax.run.diagnosis.measured import TERMS, UNPLANNED, predicted_terms
 from parallax.run.resume import StoredRun
@@ -69,7 +69,7 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print_json(_plain(measured, expected, found))
         return 0
-    _print(console, measured, expected, found)
+    _print(console, measured, expected, found, f"parallax calibrate {shlex.quote(str(directory))}")
     return 0
 
 
@@ -92,7 +92,11 @@ def _plain(measured: Measured, planned: Mapping[str, float], found: Diagnosis) -
 
 
 def _print(
-    console: Console, measured: Measured, planned: Mapping[str, float], found: Diagnosis
+    console: Console,
+    measured: Measured,
+    planned: Mapping[str, float],
+    found: Diagnosis,
+    calibrate: str,
 ) -> None:
     console.print(_table(measured, planned))
     whole = not console.is_terminal  # lines of a file are not broken
@@ -105,10 +109,13 @@ def _print(
             highlight=False,
             soft_wrap=whole,
         )
-        if change.overrides:  # to be copied
-            console.print(f"  {shlex.join(change.overrides)}", highlight=False, soft_wrap=True)
+        copied = calibrate if change.cause is Cause.COMPUTE else shlex.join(change.overrides)
+        if copied:
+            console.print(f"  {copied}", highlight=False, soft_wrap=True)
     if not found.changes:
-        console.print("no change of the settings is predicted to save 3% or more", highlight=False)
+        console.print(
+            f"no change of the settings is predicted to save {LEAST:.0%} or more", highlight=False
+        )
 
 
 def _table(measured: Measured, planned: Mapping[str, float]) -> Table:
@@ -119,17 +126,17 @@ def _table(measured: Measured, planned: Mapping[str, float]) -> Table:
     table.add_column(
         f"a step: mean of {ranks}{measured.steps} step{'s' if measured.steps > 1 else ''}"
     )
-    for heading in ("measured", "share", "planned", "most"):
+    for heading in ("measured", "share", "planned", *(["most"] if ranks else [])):
         table.add_column(heading, justify="right")
     mean, by_rank = measured.mean, measured.terms
     for term in TERMS:
         if max(mean[term], planned[term]) < _SHOWN * measured.period:
             continue
         most = max(by_rank, key=lambda rank: by_rank[rank][term])
-        worst = f"{format_seconds(by_rank[most][term])}, rank {most}" if ranks else ""
+        worst = [f"{format_seconds(by_rank[most][term])}, rank {most}"] if ranks else []
         share = f"{mean[term] / measured.period:.0%}"
         expected = "" if term in UNPLANNED else format_seconds(planned[term])
-        table.add_row(term, format_seconds(mean[term]), share, expected, worst)
+        table.add_row(term, format_seconds(mean[term]), share, expected, *worst)
     total = format_seconds(measured.period), "100%", format_seconds(sum(planned.values()))
-    table.add_row("from one step to the next", *total, "", style="bold")
+    table.add_row("from one step to the next", *total, style="bold")
     return table

@@ -21,7 +21,7 @@ from parallax.plan.tier import AUTO
 from parallax.run.diagnosis.fitted import FittedRun, with_host_tier, with_tier_speed
 from parallax.run.diagnosis.measured import CHECKPOINT, OTHER
 
-LEAST = 0.03  # share of a step: a cause or a change below it is not worth a line
+LEAST = 0.05  # share of a step: a cause or a change below it is not worth a line
 SLOW_TIER = 0.5  # share of the planned bandwidth, below which a tier is slow
 _LONG = 1.5  # factor of the planned seconds, from which computing is slow
 _MUCH = 0.1  # share of the time between steps that is worth a remark
@@ -130,7 +130,8 @@ class _Doctor:
         """Return cause → the seconds per step that it costs."""
         run, now = self._run, self._now
         found = {Cause.CHECKPOINT: self._measured.mean[CHECKPOINT]}
-        found[Cause.INPUT] = now - self._without_input
+        waits = max(map(sum, zip(self._measured.read_seconds, self._measured.fetch_seconds)))
+        found[Cause.INPUT] = min(now - self._without_input, waits)
         if run.slow:
             cluster = with_tier_speed(run.cluster, run.tier_speed)
             found[Cause.RANK] = now - run.seconds(cluster=cluster)
@@ -215,7 +216,7 @@ class _Doctor:
         if Cause.COMPUTE in costs:
             yield Change(
                 cause=Cause.COMPUTE,
-                text="end other programs on the machine; without any, correct the profile (parallax calibrate RUN)",
+                text="end other programs on the machine; if there are none, correct the profile by this run",
                 overrides=(),
                 seconds=self._now - costs[Cause.COMPUTE],
             )
