@@ -240,7 +240,9 @@ def _report_end(run: PreparedRun, summary: Mapping[str, Any], code: int) -> None
     if summary["stopped"]:
         _report_stopped(run, summary, code)
     else:
-        safe_console().print(summary_table(summary))
+        # A run that was complete before has no figures of this start.
+        if summary["steps_of_start"] or not summary["steps"]:
+            safe_console().print(summary_table(summary))
         safe_console().print(f"results: {run.directory}", soft_wrap=True)
 
 
