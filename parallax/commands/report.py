@@ -50,7 +50,8 @@ def run(parsed: argparse.Namespace) -> int:
     except OSError as error:
         where = printable(str(error.filename or folder / "report"))
         raise ConfigError(f"cannot write {where}: {error.strerror}; make it writable") from error
-    for name, reason in written.missing.items():
+    several = len(results.points) > 1  # one point has nothing to be compared with
+    for name, reason in written.missing.items() if several else ():
         console.print(f"not drawn, {name}: it needs {reason}", highlight=False, soft_wrap=True)
     console.print(f"results: {written.page}", highlight=False, markup=False, soft_wrap=True)
     return 0

@@ -33,10 +33,11 @@ class TableCell:
 
 def headings(results: SweepResults) -> list[str]:
     """Return the headings of the columns of :func:`rows`."""
+    gains = ["speed-up", "efficiency"] if len(results.points) > 1 else []
     weak = ["weak efficiency"] if _has_weak(results) else []
     return [
         *("point", "devices", "layout", "rows", "step", "predicted", "off by", "rate"),
-        *("speed-up", "efficiency", *weak, "peak by rank / predicted"),
+        *(*gains, *weak, "peak by rank / predicted"),
         *([printable(results.metric)] if results.metric else []),
         "state",
     ]
@@ -47,7 +48,7 @@ def rows(results: SweepResults) -> Iterator[list[TableCell]]:
     strong, weak = _gains(results, weak=False), _gains(results, weak=True)
     has_weak = _has_weak(results)
     for point in results.points:
-        gain, weak_gain = strong.get(point.name), weak.get(point.name)
+        weak_gain = weak.get(point.name)
         yield [
             TableCell(printable(point.name)),
             _count(point.devices),
@@ -57,15 +58,19 @@ def rows(results: SweepResults) -> Iterator[list[TableCell]]:
             _seconds(point.predicted_step_seconds),
             TableCell(NONE if point.error is None else f"{point.error:+.0%}", point.error),
             _rate(point),
-            TableCell(
-                NONE if gain is None else f"{gain.speedup:.2f}×", gain.speedup if gain else None
-            ),
-            _share(gain.efficiency if gain else None),
+            *(_gain(strong.get(point.name)) if len(results.points) > 1 else ()),
             *([_share(weak_gain.efficiency if weak_gain else None)] if has_weak else []),
             _peaks(point),
             *([_metric(results.value(point))] if results.metric else []),
             TableCell(printable(point.status)),
         ]
+
+
+def _gain(gain: Gain | None) -> list[TableCell]:
+    """Return the cells of the speed-up and of the efficiency."""
+    if gain is None:
+        return [TableCell(NONE), _share(None)]
+    return [TableCell(f"{gain.speedup:.2f}×", gain.speedup), _share(gain.efficiency)]
 
 
 def results_table(results: SweepResults) -> RenderableType:
