@@ -18,7 +18,7 @@ from parallax.common.documents import LARGEST, read_text
 from parallax.common.terminal import safe_console
 from parallax.common.trust import check_named, class_paths
 from parallax.config import RunConfig
-from parallax.errors import CheckpointError, ConfigError, DataError, printable
+from parallax.errors import CheckpointError, ConfigError, DataError, nearest, printable
 from parallax.model.describe import Chain, parameter_names
 from parallax.run.job import built_model, open_source, with_steps
 from parallax.runtime.checkpoint import CheckpointReader, list_checkpoints, step_of
@@ -122,6 +122,10 @@ def read_stored(directory: Path) -> str:
         return read_text(directory / STORED, 4 * LARGEST)  # bytes; letters are counted later
     except OSError as error:
         reason = f"{error.strerror} for {STORED}"
+        with contextlib.suppress(OSError):
+            if not directory.exists():
+                runs = (each.name for each in directory.parent.iterdir() if each.is_dir())
+                reason = f"there is no such folder{printable(nearest(directory.name, runs))}"
     except UnicodeDecodeError:
         reason = f"{STORED} is no text"
     except ValueError as error:  # an invalid path, or invalid content
@@ -161,8 +165,8 @@ def check_resumable(directory: Path, stored: RunConfig, config: RunConfig) -> No
     if lost:
         more = f"; and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
         raise ConfigError(
-            f"{directory} cannot go on with {'; '.join(lost[:_SHOWN])}{more}: its {found[-1].name} was trained with "
-            "what comes first; leave that out, or choose another name"
+            f"{directory} cannot resume with {'; '.join(lost[:_SHOWN])}{more}: its checkpoint {found[-1].name} needs "
+            "the old value; leave the change out, or start another run with name=OTHER"
         )
 
 

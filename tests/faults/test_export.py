@@ -113,7 +113,10 @@ def test_peft_loads_the_adapters_of_a_run(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere", "--to", "huggingface"], "runs/nowhere is no run directory: No such file"),
+        (
+            ["nowhere", "--to", "huggingface"],
+            "runs/nowhere is no run directory: there is no such folder",
+        ),
         (["run", "--to", "huggingface"], "runs/run has no checkpoint yet"),
         (["run", "--to", "onnx"], "invalid choice: 'onnx'"),
         (["run"], "the following arguments are required: --to"),

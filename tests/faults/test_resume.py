@@ -125,7 +125,7 @@ def test_what_a_checkpoint_cannot_follow_is_named(
     before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
     assert cli.main(["train", "name=run", *typed, "trainer.steps=9"]) == 2
     line = one_line(capfd.readouterr().err)
-    assert "runs/run cannot go on with" in line
+    assert "runs/run cannot resume with" in line
     assert all(f"{text}" in line for text in named)
     assert "trainer.steps" not in line
     assert "step-00000002" in line

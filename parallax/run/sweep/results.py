@@ -45,8 +45,10 @@ def find_folder(name: Path) -> Path:
                 return folder
     except (OSError, ValueError):
         pass
+    found = [each.name for each in RUNS.iterdir()] if RUNS.is_dir() else []
     raise ConfigError(
-        f"{printable(str(name))[:200]}: accepted is a sweep or a run, by its name below {RUNS} or its directory"
+        f"{printable(str(name))[:200]}: accepted is a sweep or a run, by its name in {RUNS}/ or its directory"
+        f"{printable(nearest(name.name, found))}"
     )
 
 
