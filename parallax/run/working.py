@@ -33,6 +33,7 @@ from parallax.common.signals import (
     stopped_by,
     under_torchrun,
 )
+from parallax.common.terminal import safe_console
 from parallax.errors import HangError, ParallaxError, printable
 from parallax.runtime.failure.life import Life, where
 from parallax.runtime.failure.report import remedy
@@ -42,6 +43,7 @@ _CHECK_SECONDS = 1.0  # between two checks for signs of life
 _PAUSE_SECONDS = 5.0  # after a longer gap this process itself was stopped
 _HANDLE_SECONDS = 2.0  # for the main thread to handle a signal
 _TURNS_PER_SECOND = 4  # of the spinner: too few to count as a sign of life
+_LINE_SECONDS = 30.0  # between two lines about the phase, where there is no terminal
 _CLEANUP_SECONDS = 10.0  # for the main thread to clean up after a hang
 
 
@@ -68,7 +70,7 @@ def working(console: Console, what: str) -> Iterator[LongWork]:
     """Show and watch long work such as "planning" or "profiling". If it hangs, raise :class:`ParallaxError` with the
     phase, the limit, and the line of the user's code."""
     with console.status(what, refresh_per_second=_TURNS_PER_SECOND) as status:
-        work = LongWork(status.update)
+        work = LongWork(status.update if console.is_terminal else _SparseLines(what))
         work.limit(TrainerConfig())  # defaults, until the run's configuration is known
         work.phase = (what,)
         if under_torchrun() or threading.current_thread() is not threading.main_thread():
@@ -83,6 +85,19 @@ def working(console: Console, what: str) -> Iterator[LongWork]:
                 True  # set here, since a signal could interrupt close() before its first line
             )
             watchdog.close()
+
+
+class _SparseLines:
+    """Prints the phases of ``what`` as lines on stderr, for output that is no terminal, at most every 30 s."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._console = what, safe_console(stderr=True)
+        self._last = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        if time.monotonic() - self._last >= _LINE_SECONDS:
+            self._last = time.monotonic()
+            self._console.print(f"{self._what}: {text}", highlight=False, soft_wrap=True)
 
 
 class _Watchdog:

@@ -43,6 +43,16 @@ def left() -> tuple[object, ...]:
     return [signal.getsignal(number) for number in subject.handled_signals()], descriptor, threads
 
 
+def test_phases_are_lines_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "_LINE_SECONDS", 0.0)
+    with working(Console(file=io.StringIO()), "planning") as work:
+        work("measuring block 1 of 3")
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "planning: measuring block 1 of 3\n")
+
+
 def pressed(at: int) -> bool:
     """Whether there was a line number ``at`` before which Ctrl-C came."""
     keyboard, before = Keyboard(at), sys.gettrace()
