@@ -36,7 +36,7 @@ STATE_BUCKET_BYTES = 2 * 2**20
 
 
 # Terms of a rank's bytes that the allocator of tensors does not contain.
-BESIDE_ALLOCATOR = ("context", "communicators", "ways")
+BESIDE_ALLOCATOR = ("context", "communicators", "connections")
 
 
 class Directive(StrEnum):

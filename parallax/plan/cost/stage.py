@@ -174,7 +174,7 @@ class StageLoad:
             "reserve": self.reserve_bytes,
             "context": self.context_bytes,
             "communicators": self.states.communicator_bytes,
-            "ways": self.connection_bytes,
+            "connections": self.connection_bytes,
         }
 
     def peak_bytes(self, in_flight: int, swap_limit: int) -> int:

@@ -38,7 +38,7 @@ def test_a_rank_has_its_own_groups() -> None:
     first, middle, last = forecast([1, 2, 3], machines(6)).stages
     assert [stage.memory["context"] for stage in (first, middle, last)] == [CONTEXT] * 3
     assert [stage.memory["communicators"] for stage in (first, middle, last)] == [0, GROUP, GROUP]
-    assert [stage.memory["ways"] for stage in (first, middle, last)] == [
+    assert [stage.memory["connections"] for stage in (first, middle, last)] == [
         2 * 2 * EDGE,
         2 * (1 + 3) * EDGE,
         2 * 2 * EDGE,
@@ -56,7 +56,7 @@ def test_replicas_that_gather_their_outputs_have_a_group_for_it() -> None:
         found, usual = (
             predict(model, machines(3), requested).stages for model in (gathering, MODEL)
         )
-        connections = [[stage.memory["ways"] for stage in each] for each in (found, usual)]
+        connections = [[stage.memory["connections"] for stage in each] for each in (found, usual)]
         assert [a - b for a, b in zip(*connections)] == more
 
 
@@ -74,7 +74,7 @@ def test_they_are_in_the_proof() -> None:
 
 def test_hosts_that_carry_tensors_take_none() -> None:
     memory = forecast([1, 2], cluster(3)).stages[1].memory
-    assert (memory["context"], memory["communicators"], memory["ways"]) == (0, 0, 0)
+    assert (memory["context"], memory["communicators"], memory["connections"]) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4])
@@ -107,7 +107,7 @@ def test_they_are_printed() -> None:
     found = forecast([1, 2], machines(3))
     planned = plan(prediction=replace(plan().prediction, ranks=found.ranks, stages=found.stages))
     shown = text(memory_table(planned))
-    assert all(name in shown for name in ("context", "communicators", "ways"))
+    assert all(name in shown for name in ("context", "communicators", "connections"))
 
 
 def test_what_nccl_takes() -> None:
