@@ -119,6 +119,8 @@ def drop_contradicted(directory: Path, config: RunConfig, summary: Mapping[str, 
         return ""
     with contextlib.suppress(PlanError):
         profile = ModelProfile.load(kept)
+        if profile.noisy:  # the next plan measures again in any case, and the run has said so
+            return ""
         if remove_cached(profile):
             return f"{wrong}: the kept profile of {profile.model} is dropped, and the next plan measures again"
     return ""

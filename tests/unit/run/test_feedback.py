@@ -162,9 +162,17 @@ def test_a_contradicted_profile_is_dropped_so_that_the_next_plan_measures(
     message = drop_contradicted(tmp_path, compose([]), summary)
     assert [file.exists() for file in files] == [not dropped, True]
     assert message == (
-        "a step takes 0.027 s, 0.02 times the 1.710 s that were predicted: the kept profile of m is dropped, and the "
+        "a step takes 27.0 ms, 0.02 times the 1.71 s that were predicted: the kept profile of m is dropped, and the "
         "next plan measures again"
         if dropped
         else ""
     )
     assert drop_contradicted(tmp_path, compose([]), summary) == "", "it is reported once"
+
+
+def test_a_profile_of_a_busy_machine_needs_no_message(tmp_path: Path) -> None:
+    """The run has said at its start that the next plan measures again."""
+    profile = replace(fakes.profile([fakes.block()]), disturbance=3.0)
+    (tmp_path / "profile.json").write_text(profile.to_json())
+    summary = {"steps": 60, "step_seconds_median": 0.027, "predicted_step_seconds": 1.71}
+    assert drop_contradicted(tmp_path, compose([]), summary) == ""
