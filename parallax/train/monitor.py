@@ -283,12 +283,12 @@ class Progress:
                 f"loss {line.loss:.4f}",
                 *([f"lr {line.learning_rate:.2e}"] if line.learning_rate else []),
                 f"{_short(line.rate)} {line.unit}/s",
+                f"{_clock(self._seconds_left(line.step))} left",  # a narrow terminal cuts what follows
                 *_utilized(line),
                 f"memory {format_bytes(line.peak_bytes)} of {format_bytes(line.budget_bytes)} ({share:.0%})",
                 *_swapped(line),
                 *([f"input {line.input_share:.0%}"] if line.input_share >= _SHOWN_SHARE else []),
                 *([f"{line.skipped} skipped"] if line.skipped else []),
-                f"{_clock(self._seconds_left(line.step))} left",
             ]
         )
 
