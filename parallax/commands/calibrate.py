@@ -61,14 +61,14 @@ def run(parsed: argparse.Namespace) -> int:
         f"measured: {format_seconds(corrected.measured_seconds)} per step", highlight=False
     )
     for name, seconds, error in (
-        ("first", corrected.first_seconds, corrected.first_error),
-        ("second", corrected.second_seconds, corrected.second_error),
+        ("before", corrected.first_seconds, corrected.first_error),
+        ("now", corrected.second_seconds, corrected.second_error),
     ):
         console.print(
-            f"{name} prediction: {format_seconds(seconds)} ({error:+.1%})", highlight=False
+            f"predicted {name}: {format_seconds(seconds)} ({error:+.1%})", highlight=False
         )
     console.print(
-        f"profile: {found.directory / CALIBRATED}; the next plan finds it in {corrected.path}",
+        f"profile: {found.directory / CALIBRATED}; the next plan of this model uses it",
         soft_wrap=True,
     )
     return 0

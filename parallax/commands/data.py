@@ -25,7 +25,7 @@ from parallax.commands.options import (
     print_json,
     writing,
 )
-from parallax.common.units import format_bytes
+from parallax.common.units import format_bytes, plural
 from parallax.config import RunConfig, compose
 from parallax.errors import ConfigError, DataError, printable
 from parallax.model.block import leaves
@@ -357,7 +357,11 @@ def _lines(found: Overview) -> Iterator[str]:
     if found.fingerprint is not None:
         yield f"fingerprint {found.fingerprint}, the same for the same rows at any place"
     size = format_bytes(sum(each.step_bytes for each in found.columns))
-    steps = "" if found.steps_per_epoch is None else f"; {found.steps_per_epoch:,} step(s) an epoch"
+    steps = (
+        ""
+        if found.steps_per_epoch is None
+        else f"; {plural(found.steps_per_epoch, 'step')} an epoch"
+    )
     yield f"a step reads {found.global_batch:,} rows, {size}{steps}"
 
 

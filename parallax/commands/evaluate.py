@@ -20,7 +20,7 @@ from parallax.commands.options import (
     print_json,
 )
 from parallax.common.signals import handling_requests, interrupt, under_torchrun
-from parallax.common.units import format_bytes, format_seconds
+from parallax.common.units import format_bytes, format_seconds, plural
 from parallax.errors import ConfigError, printable
 from parallax.machine.variables import check_interfaces
 from parallax.plan.task import PlanTask
@@ -158,8 +158,8 @@ def _report(parsed: argparse.Namespace, found: EvaluatedRun) -> None:
     plain(f"{printable(str(job.directory))}: {of_step}")
     console.print(figures_table(found))
     plain(
-        f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}, {format_seconds(found.seconds)}, "
-        f"{found.rows_per_second:.4g} rows/s (predicted {plan.rows_per_second:.4g}), "
+        f"{plural(plan.world_size, 'rank')}, {format_seconds(found.seconds)}, "
+        f"{_rate(found.rows_per_second)} rows/s (predicted without reading rows: {_rate(plan.rows_per_second)}), "
         f"at most {format_bytes(max(found.peak_bytes))} on a device"
     )
     for name, each in found.sets.items():
@@ -173,6 +173,10 @@ def _report(parsed: argparse.Namespace, found: EvaluatedRun) -> None:
                 "trainer.eval_batches"
             )
     plain(f"figures: {printable(str(path))}")
+
+
+def _rate(rows_per_second: float) -> str:
+    return f"{rows_per_second:,.0f}" if rows_per_second >= 100 else f"{rows_per_second:.3g}"
 
 
 def figures_table(found: EvaluatedRun) -> Table:

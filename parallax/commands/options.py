@@ -35,7 +35,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         default=[],
         metavar="key=value",
-        help="settings in Hydra's override grammar",
+        help="settings, such as trainer.steps=200, in Hydra's grammar; docs/configuration.md lists all",
     )
     parser.add_argument(
         "--config-dir",
@@ -57,7 +57,8 @@ def add_class_paths(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         default=[],
         metavar="key=value",
-        help="what the files name and may be imported: plan.schedule, model.target, data.target=package.module:name",
+        help="permission to import a class path that the run or plan names, such as model.target=package.module:name; "
+        "also for plan.schedule and data.target",
     )
 
 

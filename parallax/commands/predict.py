@@ -9,7 +9,7 @@ from typing import Any
 from parallax.commands.options import RUNS, add_checkpoint, add_overrides, check_writable
 from parallax.common.signals import handling_requests, interrupt, under_torchrun
 from parallax.common.terminal import safe_console
-from parallax.common.units import format_seconds
+from parallax.common.units import format_seconds, plural
 from parallax.errors import ConfigError, printable
 from parallax.machine.variables import check_interfaces
 from parallax.plan.task import PlanTask
@@ -170,8 +170,11 @@ def _report(parsed: argparse.Namespace, job: ForwardJob, found: PredictedRun) ->
     rate = found.computed / found.seconds if found.seconds else 0.0
     which = f"{job.checkpoint.name}, {'averaged' if job.averaged else 'trained'} weights"
     say(
-        f"{path}: {found.rows} row(s) of {which}; {found.computed} computed in {format_seconds(found.seconds)}, "
-        f"{rate:.4g} rows/s"
+        f"{path}: {plural(found.rows, 'row')} of {which}; {found.computed:,} computed in "
+        f"{format_seconds(found.seconds)}, {rate:,.4g} rows/s"
     )
     if found.skipped:
-        say(f"{found.skipped} row(s) could not be read and are left out: {path}.skipped.jsonl")
+        verb = "is" if found.skipped == 1 else "are"
+        say(
+            f"{plural(found.skipped, 'row')} could not be read and {verb} left out: {path}.skipped.jsonl"
+        )

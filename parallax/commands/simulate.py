@@ -23,7 +23,7 @@ from parallax.commands.options import (
     writing,
 )
 from parallax.common.events import Span
-from parallax.common.units import format_bytes, format_seconds
+from parallax.common.units import format_bytes, format_seconds, plural
 from parallax.errors import PlanError
 from parallax.plan.plan import Plan, RankPrediction, StagePrediction
 from parallax.plan.simulation.predict import Forecast, predict
@@ -56,7 +56,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Run the command; return the exit code."""
     console = console_of(parsed)
     plan, inputs = read_plan(parsed.plan, class_paths_of(parsed))
-    with console.status(f"simulating {plan.world_size} rank(s)"):
+    with console.status(f"simulating {plural(plan.world_size, 'rank')}"):
         forecast = predict(inputs.profile, inputs.cluster, plan)
     if parsed.trace is not None:
         with writing("--trace", parsed.trace) as path:

@@ -1,4 +1,4 @@
-"""Formatting and parsing of bytes and seconds."""
+"""Formatting and parsing of bytes, seconds and counts."""
 
 from __future__ import annotations
 
@@ -30,6 +30,15 @@ def format_seconds(seconds: float) -> str:
         if abs(seconds) >= size:
             return f"{_three_digits(seconds / size)} {unit}"
     return "0 s" if seconds == 0 else f"{seconds * 1e6:.2f} µs"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun.
+
+    >>> plural(1, "row"), plural(1200, "micro-batch")
+    ('1 row', '1,200 micro-batches')"""
+    ending = "es" if noun.endswith(("ch", "s", "x")) else "s"
+    return f"{count:,} {noun}{ending if count != 1 else ''}"
 
 
 def _three_digits(value: float) -> str:

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from parallax.common.files import disk_free_bytes, existing_parent
 from parallax.common.terminal import safe_console
-from parallax.common.units import format_bytes
+from parallax.common.units import format_bytes, plural
 from parallax.errors import ConfigError
 from parallax.machine.accelerators import present_devices, present_kind, unusable_device
 from parallax.machine.host import (
@@ -128,7 +128,7 @@ def _device_facts() -> list[dict[str, str | int]]:
     if found:
         return found
     choice = choose_devices(ClusterConfig())
-    name = f"{choice.count} processes with {choice.threads} threads each on {cpu_model()}"
+    name = f"{plural(choice.count, 'process')} with {plural(choice.threads, 'thread')} each on {cpu_model()}"
     free = available_memory(choice.count)
     return [{"kind": "cpu", "name": name, "total_bytes": free * choice.count, "free_bytes": free}]
 

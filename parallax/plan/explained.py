@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from parallax.common.units import format_bytes
-from parallax.plan.plan import Directive, Plan
+from parallax.common.units import format_bytes, format_seconds, plural
+from parallax.plan.plan import Directive, Plan, StagePlan
 
 
 def explain(plan: Plan, remarks: Sequence[str] = ()) -> list[str]:
@@ -23,12 +23,13 @@ def _explain_shape(plan: Plan) -> str:
     once = "the loss is computed once, of all rows; " if plan.gather_loss else ""
     if not plan.task.trains:
         once += (
-            f"{plan.task} runs forwards only: a batch takes {plan.prediction.step_seconds:.4g} s, "
+            f"{plan.task} runs forwards only: a batch takes {format_seconds(plan.prediction.step_seconds)}, "
             f"{plan.rows_per_second:.4g} rows/s; "
         )
+    rows = plural(plan.global_batch, "row")
     return (
-        f"{plan.global_batch} rows run as {micro} micro-batches of up to {plan.microbatch} rows through "
-        f"{len(plan.stages)} stage(s) under {plan.schedule}{each}; {once}"
+        f"{rows} run as {plural(micro, 'micro-batch')} of up to {plural(plan.microbatch, 'row')} "
+        f"through {plural(len(plan.stages), 'stage')} under {plan.schedule}{each}; {once}"
         f"{plan.prediction.bubble:.0%} of the time is bubble."
     )
 
@@ -39,20 +40,22 @@ def _explain_pipeline_rank(plan: Plan, pipeline_rank: int) -> str:
     rank = plan.prediction.ranks[plan.ranks(pipeline_rank)[0]]
     chosen = [directive for stage in stages for directive in stage.directives]
     doing = ", ".join(f"{d} {chosen.count(d)}" for d in Directive if d in chosen)
-    blocks = " and ".join(f"{stage.start}..{stage.stop - 1}" for stage in stages)
+    blocks = " and ".join(_blocks(stage) for stage in stages)
     saved = f"activations: {doing}; " if plan.task.trains else ""
     text = (
-        f"stage {pipeline_rank}: blocks {blocks} on {stages[0].replicas} replica(s); {saved}peak "
+        f"stage {pipeline_rank}: {blocks} on {plural(stages[0].replicas, 'replica')}; {saved}peak "
         f"{format_bytes(rank.peak_bytes)} of {format_bytes(rank.budget_bytes)}"
     )
     if plan.prediction.stages:
         terms = plan.prediction.stages[pipeline_rank]
         memory = [f"{name} {format_bytes(size)}" for name, size in _largest(terms.memory)]
-        seconds = [f"{name} {value:.3g} s" for name, value in _largest(terms.seconds)]
+        seconds = [f"{name} {format_seconds(value)}" for name, value in _largest(terms.seconds)]
         text += f" ({', '.join(memory)}); {', '.join(seconds)}"
     if rank.offloaded_bytes:
         moved = format_bytes(rank.offloaded_bytes)
-        text += f"; {moved} to {plan.tier} per step, {rank.stall_seconds:.2f} s not hidden"
+        text += (
+            f"; {moved} to {plan.tier} per step, {format_seconds(rank.stall_seconds)} not hidden"
+        )
     offloaded = {
         "the optimizer states": max(stage.optimizer_offload for stage in stages),
         "the parameters": max(stage.parameter_offload for stage in stages),
@@ -65,20 +68,27 @@ def _explain_pipeline_rank(plan: Plan, pipeline_rank: int) -> str:
     )
 
 
+def _blocks(stage: StagePlan) -> str:
+    one = stage.stop - stage.start == 1
+    return f"block {stage.start}" if one else f"blocks {stage.start}–{stage.stop - 1}"
+
+
 def explain_choice(plan: Plan) -> list[str]:
     """Return sentences that compare the plan with the runners-up, and bound how much faster any other plan can be."""
     compared = f"{plan.candidates} candidates compared by predicted step time"
     if plan.exact:
         lines = [f"{compared}; none that was left out can be faster by the planner's formula."]
     elif plan.bound_seconds > 0:
-        least = f"by the planner's formula none can take less than {plan.bound_seconds:.4g} s"
+        least = (
+            f"by the planner's formula none can take less than {format_seconds(plan.bound_seconds)}"
+        )
         lines = [
             f"{compared}, not all there are; {least}, so this one is at most {plan.gap:.1%} above the best."
         ]
     else:
         lines = [f"{compared}, not all there are: a better plan may exist."]
     return lines + [
-        f"not chosen: {o.description}: {o.step_seconds:.4g} s, {o.reason}."
+        f"not chosen: {o.description}: {format_seconds(o.step_seconds)}, {o.reason}."
         for o in plan.alternatives
     ]
 

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from parallax.common.units import format_bytes
+from parallax.common.units import format_bytes, plural
 from parallax.errors import printable
 from parallax.plan.analytic.hardware import usual_contexts
 from parallax.plan.cost.estimate import Estimate
@@ -18,7 +18,7 @@ def estimate_table(found: Estimate) -> RenderableType:
     pipelines, with all activations kept and with all recomputed."""
     about = Text(
         f"{printable(found.model)}: {found.parameters:,} parameters in {found.precision}, "
-        f"{found.micro_batches} micro-batches of {found.rows} row(s); bytes on one device:"
+        f"{plural(found.micro_batches, 'micro-batch')} of {plural(found.rows, 'row')}; bytes on one device:"
     )
     terms = _table("")
     for term in found.keep:

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from parallax.common.units import format_bytes, format_seconds
+from parallax.common.units import format_bytes, format_seconds, plural
 from parallax.plan.profile import BlockCost, ModelProfile
 
 
@@ -32,7 +32,7 @@ def profile_table(profile: ModelProfile, rows: int) -> Table:
     row."""
     table = Table(
         box=box.SIMPLE_HEAD,
-        title=f"{profile.model} on {profile.device}, {profile.precision}, {profile.source}; for {rows} row(s)",
+        title=f"{profile.model} on {profile.device}, {profile.precision}, {profile.source}; for {plural(rows, 'row')}",
         caption=(
             f"{parameters_of(profile)}; for each byte {'that is trained' if _frozen(profile) else 'of them'} "
             f"{profile.gradient_bytes:g} of gradients, {profile.optimizer_bytes:g} of optimizer states, "

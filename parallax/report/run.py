@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from parallax.common.units import format_bytes
+from parallax.common.units import format_bytes, format_seconds
 
 
 def summary_table(summary: Mapping[str, Any]) -> RenderableType:
@@ -24,7 +24,7 @@ def summary_table(summary: Mapping[str, Any]) -> RenderableType:
     for column in ("", "predicted", "measured", "measured / predicted"):
         run.add_column(column, justify="left" if not column else "right")
     step = (summary.get("predicted_step_seconds"), summary.get("step_seconds_median"))
-    run.add_row("step seconds", _cell(step[0], "{:.3f}"), _cell(step[1], "{:.3f}"), _ratio(*step))
+    run.add_row("step", *map(_seconds, step), _ratio(*step))
     bubble = (summary.get("bubble_predicted"), summary.get("bubble_measured"))
     run.add_row("bubble", _cell(bubble[0], "{:.1%}"), _cell(bubble[1], "{:.1%}"), "")
     ranks = Table(
@@ -46,7 +46,7 @@ def summary_table(summary: Mapping[str, Any]) -> RenderableType:
                 for key in ("budget_bytes", "predicted_peak_bytes", "measured_peak_bytes")
             ),
             _size(rank.get("offloaded_bytes_per_step")),
-            _cell(rank.get("stall_seconds_per_step"), "{:.3f} s"),
+            _seconds(rank.get("stall_seconds_per_step")),
         )
     return Group(Text(_outcome(summary)), *map(Text, _utilization(summary)), run, ranks)
 
@@ -116,6 +116,10 @@ def _cell(value: Any, form: str) -> str:
 
 def _size(value: Any) -> str:
     return "-" if value is None else format_bytes(value)
+
+
+def _seconds(value: Any) -> str:
+    return "-" if value is None else format_seconds(value)
 
 
 def _ratio(predicted: float | None, measured: float | None) -> str:

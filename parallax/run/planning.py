@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from parallax.common.units import plural
 from parallax.machine.accelerators import own_device, set_ranks_devices
 from parallax.machine.host import keep_freed_memory, use_one_arena
 from parallax.machine.local import (
@@ -152,7 +153,7 @@ def plan_model(
     )
     progress("measuring the machine")
     found = present or measured_cluster(cluster, choice, swap, scratch)
-    progress(f"searching plans for {len(found.devices)} device(s)")
+    progress(f"searching plans for {plural(len(found.devices), 'device')}")
     profile, groups = _stepped(profile, chain, optimizer, choice, task, averages=averages)
     requested |= {"global_batch": len(batch), "swap": swap.offloads, "task": task}
     fixed = present is not None or _started(cluster)
@@ -347,7 +348,7 @@ def plan_catalog(
     )
     plan.check_task(task)
     found = given.first(used)
-    progress(f"searching plans for {used} device(s)")
+    progress(f"searching plans for {plural(used, 'device')}")
     best, forecast = search(
         profile,
         found,

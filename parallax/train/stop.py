@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from parallax.common.units import format_seconds
 from parallax.mesh import Mesh
 from parallax.train.record import COMPLETE, WARM_UP
 from parallax.train.watchdog import Watchdog
@@ -110,7 +111,7 @@ def drift(seconds: Sequence[float], predicted: float) -> str:
     measured = statistics.median(timed)
     if abs(measured / predicted - 1) <= DRIFT:
         return ""
-    return f"a step takes {measured:.3f} s, {measured / predicted:.2f} times the {predicted:.3f} s that were predicted"
+    return _comparison(measured, predicted)
 
 
 def contradiction(measured: float, predicted: float, steps: int) -> str:
@@ -121,7 +122,14 @@ def contradiction(measured: float, predicted: float, steps: int) -> str:
     ratio = measured / predicted
     if max(ratio, 1 / ratio) <= CONTRADICTED or abs(measured - predicted) < LEAST_DIFFERENCE:
         return ""
-    return f"a step takes {measured:.3f} s, {ratio:.2f} times the {predicted:.3f} s that were predicted"
+    return _comparison(measured, predicted)
+
+
+def _comparison(measured: float, predicted: float) -> str:
+    return (
+        f"a step takes {format_seconds(measured)}, {measured / predicted:.2f} times the "
+        f"{format_seconds(predicted)} that were predicted"
+    )
 
 
 class Stopping:

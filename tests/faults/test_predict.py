@@ -109,7 +109,7 @@ def test_outputs_are_the_models_own_by_any_plan(called: Called, here: Path, trai
         )
         assert code == 0, err
         assert ("2 processes" in text) == ("cluster.devices=2" in settings)
-        assert f"{out}: {ROWS} row(s) of step-00000001, trained weights" in text
+        assert f"{out}: {ROWS} rows of step-00000001, trained weights" in text
         np.testing.assert_array_equal(np.load(out), outputs_of(trained, new, size), err_msg=name)
         assert not Path(f"{out}.parts").exists()
     code, _, err = call(
@@ -183,7 +183,7 @@ def test_a_killed_prediction_continues_to_the_same_bytes(
         (here / "kill").unlink()
         code, text, err = predict(f"killed.{suffix}", *layer)
         assert code == 0, err
-        assert "200 row(s)" in text
+        assert "200 rows" in text
         assert "72 computed" in text
         assert Path(f"killed.{suffix}").read_bytes() == Path(f"whole.{suffix}").read_bytes()
 
@@ -216,7 +216,7 @@ def test_images_of_a_folder(called: Called, here: Path) -> None:
     assert "--bad skip" in err
     code, text, err = called(*asked, "--bad", "skip")
     assert code == 0, err
-    assert "1 row(s) could not be read" in text
+    assert "1 row could not be read" in text
     table = pyarrow.parquet.read_table("out.parquet").to_pydict()
     assert table["row"] == [1, 2, 3, 4]
     assert table["file"] == [f"more/{number}.png" for number in range(4)]

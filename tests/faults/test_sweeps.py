@@ -90,7 +90,7 @@ def test_a_failing_point_ends_nothing_but_itself(
 
     code, out, err = called(*command, "limit=choice(large)")  # again: what is done is done
     assert (code, err) == (0, "")
-    assert "1 point(s), 1 of them done" in out
+    assert "1 point, 1 of them done" in out
     assert "point 1 of 1" not in out
     assert (done / "output.log").read_text() == log
 
@@ -174,7 +174,7 @@ def test_a_sweep_that_is_interrupted_resumes(half: Path, number: int) -> None:
     assert not running(half)
     code, out, err = call(*SWEEP)
     assert (code, err) == (0, "")
-    assert "2 point(s), 1 of them done" in out
+    assert "2 points, 1 of them done" in out
     log = (half / "runs" / "s" / "seed-2" / "output.log").read_text()
     assert "continuing after step" in log
     assert json.loads((half / "runs" / "s" / "seed-2" / "summary.json").read_text())["steps"] == 150

@@ -202,7 +202,7 @@ def test_profile_shows_alike_blocks_once(
     _, profile, _ = planned
     shown = text(profile_table(profile, 2))
     assert "layer 0 … layer 5 (6 alike)" in shown
-    assert shown.startswith("transformer on a100-80, fp32, analytic; for 2 row(s)")
+    assert shown.startswith("transformer on a100-80, fp32, analytic; for 2 rows")
     assert format_seconds(profile.blocks[1].backward_seconds.at(2)) in shown
 
 
@@ -228,7 +228,7 @@ def test_estimate_shows_keep_and_recompute() -> None:
         in shown
     )
     assert (
-        "a plan counts reserve, allocator, context, communicators, ways in a device's budget"
+        "a plan counts reserve, allocator, context, communicators, connections in a device's budget"
         in shown
     )
     assert "300.0 MiB to 800.0 MiB" in shown

@@ -6,6 +6,7 @@ import re
 
 import torch
 
+from parallax.common.units import plural
 from parallax.model.precision import DTYPES
 from parallax.model.profiling.clock import Clock
 from parallax.plan.analytic.hardware import DEVICE_KINDS, DeviceKind
@@ -41,7 +42,7 @@ def peak_flops(device: torch.device, name: str, compute: str) -> tuple[float, st
         _measured(device, size, compute)
         for size in (_LARGE_SIZES if device.type in _LARGE else _SIZES)
     )
-    threads = f" on {torch.get_num_threads()} thread(s)" if device.type == "cpu" else ""
+    threads = f" on {plural(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else ""
     return flops, f"the fastest {compute} matrix product measured here{threads}"
 
 

@@ -73,8 +73,8 @@ def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasibleP
     fixes = [*_more_memory(request, needed, fits), *_other_fixes(request, fits)]
     detail = f" ({refused[0]})" if refused else ""
     return InfeasiblePlan(
-        f"no plan fits {format_bytes(device.memory_bytes)} per device{detail}: the best needs "
-        f"{format_bytes(needed)} on its fullest; these changes fit: {', or '.join(fixes) or 'none of those tried'}"
+        f"no plan fits {format_bytes(device.memory_bytes)} per device{detail}: the best needs {format_bytes(needed)} "
+        f"on its fullest device; these changes fit: {', or '.join(fixes) or 'none of those tried'}"
     )
 
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from parallax.common.units import plural
 from parallax.errors import InfeasiblePlan
 from parallax.plan.cluster import Cluster
 from parallax.plan.config import AUTO, PlanConfig
@@ -355,8 +356,8 @@ def describe(pipeline: Pipeline) -> str:
     parts = [
         str(pipeline.schedule)
         + (f" ({pipeline.interleave} stages each)" if pipeline.interleave > 1 else ""),
-        f"{pipeline.pipeline_ranks} stage(s) × {shown} replica(s)",
-        f"{pipeline.micro_batches(pipeline.global_batch)} micro-batches of {pipeline.microbatch}",
+        f"{plural(pipeline.pipeline_ranks, 'stage')} × {shown} replica{'s' if shown != '1' else ''}",
+        f"{plural(pipeline.micro_batches(pipeline.global_batch), 'micro-batch')} of {pipeline.microbatch}",
         counts,
     ]
     if not pipeline.task.trains:

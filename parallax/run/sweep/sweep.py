@@ -22,6 +22,7 @@ from parallax.common.documents import leaves, plain_yaml
 from parallax.common.files import replace_text
 from parallax.common.lock import is_locked, locked
 from parallax.common.signals import Stopped, exit_code, handling_requests, interrupt, stopped_by
+from parallax.common.units import plural
 from parallax.config import RunConfig, compose
 from parallax.config.multirun import Multirun, plain
 from parallax.errors import ConfigError, UserError, printable
@@ -61,7 +62,11 @@ def sweep(overrides: Sequence[str], console: Console) -> int:
         with locked(folder):
             _write(folder, overrides, points, done)
             so_far = f", {len(done)} of them done" if done else ""
-            of = f"{len(points)} point(s){so_far}" if points else "its sweeper finds the points"
+            of = (
+                f"{plural(len(points), 'point')}{so_far}"
+                if points
+                else "its sweeper finds the points"
+            )
             console.print(f"sweep {name}: {of}", highlight=False, markup=False)
             try:
                 if left or multirun.points is None:

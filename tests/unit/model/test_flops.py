@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from parallax.common.units import plural
 from parallax.model.profiling.meter import FlopMeter
 from parallax.model.profiling.peak import known_kind, peak_flops
 from parallax.plan.analytic.hardware import DEVICE_KINDS
@@ -88,7 +89,7 @@ def test_the_peak_of_a_cpu_is_measured(compute: str) -> None:
     flops, source = peak_flops(CPU, "some processor", compute)
     assert flops > 1e6
     assert source == (
-        f"the fastest {compute} matrix product measured here on {torch.get_num_threads()} thread(s)"
+        f"the fastest {compute} matrix product measured here on {plural(torch.get_num_threads(), 'thread')}"
     )
 
 

@@ -112,15 +112,15 @@ def test_explain_says_it_in_numbers() -> None:
         alternatives=(other,),
     )
     assert explain(chosen) == [
-        "8 rows run as 4 micro-batches of up to 2 rows through 2 stage(s) under 1f1b; 25% of the time is bubble.",
-        "stage 0: blocks 0..1 on 1 replica(s); activations: keep 1, offload 1; peak 2.0 KiB of 4.0 KiB (parameters "
-        "1.0 KiB, swap 512 B); forward 1 s, idle 0.25 s; 1.0 KiB to disk per step, 0.50 s not hidden; 50% of the "
+        "8 rows run as 4 micro-batches of up to 2 rows through 2 stages under 1f1b; 25% of the time is bubble.",
+        "stage 0: blocks 0–1 on 1 replica; activations: keep 1, offload 1; peak 2.0 KiB of 4.0 KiB (parameters "
+        "1.0 KiB, swap 512 B); forward 1.00 s, idle 250 ms; 1.0 KiB to disk per step, 500 ms not hidden; 50% of the "
         "optimizer states in disk.",
-        "stage 1: blocks 2..2 on 2 replica(s); activations: keep 1; peak 2.0 KiB of 4.0 KiB (parameters 1.0 KiB, swap "
-        "512 B); forward 1 s, idle 0.25 s; 1.0 KiB to disk per step, 0.50 s not hidden.",
+        "stage 1: block 2 on 2 replicas; activations: keep 1; peak 2.0 KiB of 4.0 KiB (parameters 1.0 KiB, swap "
+        "512 B); forward 1.00 s, idle 250 ms; 1.0 KiB to disk per step, 500 ms not hidden.",
         "7 candidates compared by predicted step time, not all there are; by the planner's formula none can take less "
-        "than 0.8 s, so this one is at most 25.0% above the best.",
-        "not chosen: gpipe: 1.5 s, 50.0% slower: +0.5 s of idle.",
+        "than 800 ms, so this one is at most 25.0% above the best.",
+        "not chosen: gpipe: 1.50 s, 50.0% slower: +0.5 s of idle.",
     ]
     exact = explain(replace(chosen, exact=True))
     assert exact[-2].endswith("can be faster by the planner's formula.")

@@ -225,7 +225,7 @@ def test_a_line_names_the_directives_of_training_and_the_parameters_that_forward
         StagePlan(start=2, stop=3, replicas=1, directives=(moved,), optimizer_offload=0.5),
     ]
     training = pipeline(stages)
-    shape = "1f1b, 2 stage(s) × [2, 1] replica(s), 4 micro-batches of 1"
+    shape = "1f1b, 2 stages × [2, 1] replicas, 4 micro-batches of 1"
     assert describe(training) == (
         f"{shape}, keep 1, offload 2, up to 50% of optimizer states offloaded"
     )

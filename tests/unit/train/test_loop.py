@@ -93,7 +93,7 @@ def test_a_wrong_prediction_ends_the_loop_at_a_checkpoint(
     assert summary["ended"] == "drift"
     # The first checkpoint at which enough steps are known.
     assert summary["steps"] == WARM_UP + STEPS_TO_EVALUATE
-    assert "times the 0.000 s that were predicted" in summary["drift"]
+    assert "times the 0.00 µs that were predicted" in summary["drift"]
     assert json.loads((tmp_path / "summary.json").read_text())["ended"] == "drift"
     assert "another plan continues from here" in capsys.readouterr().out
     again = looping(tmp_path, 1e-9, OnDrift.IGNORE)
