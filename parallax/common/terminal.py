@@ -51,7 +51,7 @@ def print_exception(error: BaseException) -> str:
     trace = traceback.TracebackException.from_exception(error)
     short = os.environ.get("PARALLAX_TRACEBACK") != "full" and _shorten(trace, set())
     text = lines("".join(trace.format()).rstrip("\n"))
-    return f"{text}\n{_SHORTENED}\n" if short else f"{text}\n"
+    return f"{_SHORTENED}\n{text}\n" if short else f"{text}\n"
 
 
 def _shorten(trace: traceback.TracebackException | None, seen: set[int]) -> bool:

@@ -310,11 +310,12 @@ def elsewhere(key: str, accepted: Collection[str] = ()) -> str:
         for part in (slice(1), slice(1, None))
     )
     found = next(filter(None, [*usual, counterpart(leaf), *others]), "")
-    if group and found.startswith(f"{group}.") and found.partition(".")[2] not in accepted:
-        return ""
-    if found:
+    absent = (
+        bool(group) and found.startswith(f"{group}.") and found.partition(".")[2] not in accepted
+    )
+    if found and not absent:
         return f" (did you mean '{found}'?)"
-    if remark(leaf):
+    if not found and remark(leaf):
         return f"; {remark(leaf)}"
     # An argument of the user's factory, such as model.depth for model.kwargs.depth, and no mistyped key.
     argument = "kwargs" in accepted and not get_close_matches(leaf, accepted, n=1, cutoff=0.7)

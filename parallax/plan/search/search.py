@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from parallax.common.units import plural
+from parallax.common.units import format_seconds, plural
 from parallax.errors import InfeasiblePlan
 from parallax.plan.cluster import Cluster
 from parallax.plan.config import AUTO, PlanConfig
@@ -384,7 +384,8 @@ def _runners_up(
         grown = max(terms, key=lambda term: terms[term] - mine.get(term, 0.0), default="idle")
         slower = forecast.step_seconds / best - 1 if best else 0.0
         more = terms.get(grown, 0.0) - mine.get(grown, 0.0)
-        reason = f"{slower:.1%} slower: {more:+.3g} s of {grown}" if slower >= 5e-4 else "no faster"
+        longer = f"{slower:.1%} slower: {format_seconds(more)} more of {grown}"
+        reason = longer if slower >= 5e-4 else "no faster"
         found[text] = Alternative(
             description=text, step_seconds=round(forecast.step_seconds, 6), reason=reason
         )

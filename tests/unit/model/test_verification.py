@@ -88,7 +88,7 @@ def test_a_right_chain_passes_in_silence_and_is_checked_once(
     before = torch.get_rng_state()
     for _ in range(2):
         assert verify(chain, F.cross_entropy, batch(), progress=printed.append) == Verdict()
-    assert printed == ["checking the chain against the model"]
+    assert printed == ["checking that the blocks compute what the model does"]
     assert torch.get_rng_state().equal(before)
     verify(chain, F.cross_entropy, batch(), when=True, progress=printed.append)
     verify(chain, F.cross_entropy, batch(), key="other rows", progress=printed.append)
