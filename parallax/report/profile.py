@@ -49,9 +49,9 @@ def profile_table(profile: ModelProfile, rows: int) -> Table:
         "forward",
         "backward",
         "saved",
-        "of it moves",
-        "by loss",
-        "work",
+        "offloadable",
+        "saved by loss",
+        "workspace",
         "output",
     ):
         table.add_column(heading, justify="right")
