@@ -12,6 +12,7 @@ import contextlib
 import copy
 import functools
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -52,7 +53,12 @@ from parallax.model.recording.program import (
 )
 from parallax.model.recording.recorder import ForwardRecorder
 from parallax.model.recording.trace import ForwardTrace, fuse_lists
-from parallax.model.recording.value_oracle import ChangedByCaller, NotTraceable, WritesParameter
+from parallax.model.recording.value_oracle import (
+    ChangedByCaller,
+    NotTraceable,
+    WritesParameter,
+    user_line,
+)
 
 logger = logging.getLogger("parallax")
 
@@ -219,6 +225,11 @@ class _ForwardRuns:
                 return self._merge(traced)
             except NotTraceable as error:
                 owner, why = error.owner, str(error)
+                if (
+                    error.__cause__ is not None and ", at " not in why
+                ):  # code of the model raised it
+                    where = user_line(traceback.extract_tb(error.__traceback__))
+                    why += f"{where}; correct it if plain PyTorch raises it, too" if where else ""
             if not owner or owner not in traced:
                 raise _refused(self._model, f"its forward cannot be traced: {why}")
             logger.info("%s stays whole: its forward cannot be traced (%s)", owner, why)

@@ -12,10 +12,12 @@ never dropped.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -77,12 +79,14 @@ class WritesParameter(Exception):
     """Raised if the forward changes the parameter called ``name``."""
 
 
+# Not any folder of this name: a clone of the project may hold the user's files.
+_OURS = f"{Path(__file__).parents[2]}{os.sep}"
 OWN_ERRORS = NotTraceable, WritesParameter, KeepsState, HangError, ConfigError
 
 
 def user_line(frames: Iterable[traceback.FrameSummary]) -> str:
     """Return the innermost line of the user's own code among ``frames``, or ''."""
-    own = [f for f in frames if "/torch/" not in f.filename and "/parallax/" not in f.filename]
+    own = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith(_OURS)]
     return f", at {own[-1].filename}:{own[-1].lineno}" if own else ""
 
 

@@ -78,7 +78,9 @@ def report_and_exit(error: BaseException, watch: Watch | None = None) -> NoRetur
         watch.wait()
     if watch is not None or _fails_first():
         if not isinstance(error, ParallaxError) or error.traced:
-            print(print_exception(error), end="", file=sys.stderr)
+            # The report has the text of an error of Parallax itself.
+            cause = error.__cause__ if isinstance(error, ParallaxError) else None
+            print(print_exception(cause or error), end="", file=sys.stderr)
         (send_report if watch is None else watch.say)(report)
     else:
         # If this rank ended first, torchrun would stop the reporting rank.

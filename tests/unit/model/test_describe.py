@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -100,6 +101,26 @@ def test_the_three_ways_to_describe_a_chain() -> None:
         {"weight": "layers.0.weight", "bias": "layers.0.bias"},
     )
     assert all(p.is_meta for b in named.blocks for p in b.module.parameters())
+
+
+class Wrong(nn.Module):
+    """Its second layer does not fit its first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(9, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def test_an_error_of_the_models_forward_has_its_line() -> None:
+    with pytest.raises(DescribeError) as caught:
+        describe(Wrong, sample=lambda rows: torch.zeros(rows, 8))
+    assert "shapes cannot be multiplied (4x8 and 9x8), at " in str(caught.value)
+    assert re.search(
+        r"test_describe.py:\d+; correct it if plain PyTorch raises it, too\)", str(caught.value)
+    )
 
 
 def test_members_of_a_list_stay_in_their_order() -> None:
