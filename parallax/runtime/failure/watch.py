@@ -252,7 +252,7 @@ class Watch:
         for number in signals:
             self._requests.add(number)
             if self._claim is None and (self._requests.impatient or not self._serving):
-                doing = str(self._seen[self.rank])
+                doing = f"during {self._seen[self.rank]}"
                 self._claim = FailureReport(
                     self.rank,
                     FailureKind.STOPPED,
