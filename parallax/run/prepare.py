@@ -96,7 +96,10 @@ def prepare(
         if found.changed is not None:
             changed = f", but {'; '.join(found.changed)}" if found.changed else ""
             console.print(
-                f"{directory} resumes with its own settings{changed}", highlight=False, markup=False
+                f"{directory} resumes with its own settings{changed}",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
             )
             if found.rate:
                 console.print(found.rate, highlight=False, markup=False, soft_wrap=True)
