@@ -35,7 +35,9 @@ _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # as malloc's: shared pages ta
 # bytes of tensors between two reads of the process's memory, which take microseconds each
 LOOK_BYTES = 2**20
 _PAGE_BYTES = resource.getpagesize()
+_HUGE_PAGE_BYTES = 2 * 2**20
 SMALLEST_TRIM = 2 * 2**20  # bytes of freed memory worth a trim
+_returns_freed = False  # whether return_freed_memory is in force
 
 
 def _cgroup_files(controller: str, v1_name: str, v2_name: str, root: Path) -> Iterator[Path]:
@@ -167,7 +169,26 @@ def return_freed_memory() -> bool:
     this is used only near a memory budget. :class:`MemoryBound` costs much less if a limit is enough. The setting
     applies to the whole process and cannot be undone, because malloc's previous settings cannot be read.
     """
-    return _set_malloc({_M_MMAP_THRESHOLD: RETURNED_BYTES, _M_TRIM_THRESHOLD: _USUAL_TRIM_BYTES})
+    global _returns_freed  # of the process
+    _returns_freed = _set_malloc(
+        {_M_MMAP_THRESHOLD: RETURNED_BYTES, _M_TRIM_THRESHOLD: _USUAL_TRIM_BYTES}
+    )
+    return _returns_freed
+
+
+def prefer_huge_pages(address: int, size: int) -> None:
+    """Ask Linux to back new memory of ``size`` bytes at ``address`` with huge pages, if :func:`return_freed_memory` is
+    in force: then the memory is a mapping of its own. A block of 28 MiB that is mapped, read into and unmapped again
+    and again costs 14 page faults each time, instead of 7000. No-op on systems without them.
+    """
+    start, end = -(-address // _PAGE_BYTES), (address + size) // _PAGE_BYTES
+    if not _returns_freed or (end - start) * _PAGE_BYTES < _HUGE_PAGE_BYTES:
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        first, length = start * _PAGE_BYTES, (end - start) * _PAGE_BYTES
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE
+        )
 
 
 def fresh_memory_seconds() -> float:

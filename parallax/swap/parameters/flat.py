@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from parallax.errors import SwapError
-from parallax.machine.host import relieve_memory
+from parallax.machine.host import prefer_huge_pages, relieve_memory
 from parallax.model.private import storage_references
 from parallax.swap.parameters.chunks import Chunk, ChunkStore, Gradient, has_ended, span
 from parallax.swap.stores.slots import StoreSlot
@@ -133,6 +133,8 @@ class FlatParameter:
         self.stale, self._state = False, _State.READING
         try:
             self._targets = self._chunk_bytes()
+            if self._targets and self.storage.device.type == "cpu":
+                prefer_huge_pages(self._targets[0].data_ptr(), self.size)
             for chunk, data in zip(self.chunks, self._targets):
                 self._reads.append(chunk.fetch(data))
         except BaseException:
