@@ -191,10 +191,11 @@ class ServeApp:
         if asked != outputs.version:
             raise RequestError(503, f"version {shown(asked)} is being replaced", 1)
         content, header_bytes = write_response(parsed, self._model, outputs)
+        headers = {"Server-Timing": _timing(outputs)}
         if header_bytes is None:
-            return Response(content, media_type="application/json")
-        length = {HEADER_LENGTH: str(header_bytes)}
-        return Response(content, headers=length, media_type="application/octet-stream")
+            return Response(content, headers=headers, media_type="application/json")
+        headers[HEADER_LENGTH] = str(header_bytes)
+        return Response(content, headers=headers, media_type="application/octet-stream")
 
     async def _body(self, request: Request) -> bytes:
         """Return the body. Raises :class:`RequestError` if it is too large, too slow, or of another type."""
@@ -248,6 +249,12 @@ class ServeApp:
             leaving.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await leaving
+
+
+def _timing(outputs: BatchOutputs) -> str:
+    """Return the milliseconds of a request in the queue and in the model, for its header."""
+    queue, compute = 1e3 * outputs.queue_seconds, 1e3 * outputs.compute_seconds
+    return f"queue;dur={queue:.3f}, compute;dur={compute:.3f}"
 
 
 async def _left(request: Request) -> None:

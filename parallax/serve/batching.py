@@ -161,6 +161,7 @@ class Batcher:
     def _compute(self, batch: Sequence[Queued]) -> None:
         """Answer a batch. If the model fails, its requests are computed one by one, so that one request cannot fail
         the others."""
+        started = time.monotonic()
         try:
             outputs = self._run([torch.cat(parts) for parts in zip(*(q.tensors for q in batch))])
         except Exception as error:  # the model may raise anything
@@ -176,11 +177,12 @@ class Batcher:
             logger.warning(reason)
             _refuse(batch[0], RequestError(500, reason))
             return
-        first = 0
+        first, seconds = 0, time.monotonic() - started
         for request in batch:
             last = first + request.rows
             tensors = [output[first:last] for output in outputs.tensors]
-            request.answer.set_result(BatchOutputs(tensors, outputs.version))
+            queued = started - request.arrived
+            request.answer.set_result(BatchOutputs(tensors, outputs.version, queued, seconds))
             first = last
 
     def _run(self, tensors: list[Tensor]) -> BatchOutputs:

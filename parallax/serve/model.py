@@ -50,10 +50,13 @@ class TensorSpec:
 
 
 class BatchOutputs(NamedTuple):
-    """The outputs of a batch, as tensors on the CPU, and the version of the weights that computed them."""
+    """The outputs of a batch, as tensors on the CPU, and the version of the weights that computed them. In an answer to
+    a request also the seconds that the request waited in the queue, and those that its batch took."""
 
     tensors: list[Tensor]
     version: str
+    queue_seconds: float = 0.0
+    compute_seconds: float = 0.0
 
 
 class ModelFailed(Exception):
