@@ -7,8 +7,8 @@
 
 Requests of one row arrive as a Poisson process. Batches are taken as :mod:`parallax.serve.batching` takes them, while
 fewer than stages × copies are in flight. A stage computes one batch at a time. The HTTP thread reads and answers one
-request at a time; if it shares a core with the model, the model waits meanwhile. Arrivals are equal for all settings
-but the rate, so that predictions can be compared.
+request at a time; if it shares a core with the model, each gets half of it while both have work. Arrivals are equal for
+all settings but the rate, so that predictions can be compared.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Server:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the model waits while the HTTP thread works."""
+        """Whether the model and the HTTP thread slow each other down."""
         return self.shares_core and self.copies == len(self.times.stages) == 1
 
     @property
@@ -134,7 +134,8 @@ def simulate(server: Server, rate: float, max_wait: float, requests: int = REQUE
             rate=rate, max_wait=max_wait, p50=math.inf, p99=math.inf, mean=math.inf, batch_rows=most
         )
     gaps = np.random.default_rng(_SEED).exponential(1.0, requests)
-    queue = _QueueRun(server, max_wait, (np.cumsum(gaps) / rate).tolist())
+    run = _SharedCoreRun if server.interrupted else _QueueRun
+    queue = run(server, max_wait, (np.cumsum(gaps) / rate).tolist())
     queue.run()
     seconds = np.subtract(queue.answered, queue.arrivals)[int(_WARM_UP * requests) :]
     p50, p99 = np.percentile(seconds, (50, 99)).tolist()
@@ -190,7 +191,6 @@ class _QueueRun:
         self._work_seconds = half, half, half + server.batch_seconds
         self._events: list[tuple[float, int, int]] = []
         self._work: deque[tuple[int, int]] = deque()  # of the HTTP thread
-        self._http_end = -1.0
         self._waiting: deque[int] = deque()
         self._queued = [0.0] * len(arrivals)  # seconds by request
         self._timer = -1  # the oldest request, when the timer was set
@@ -199,7 +199,6 @@ class _QueueRun:
         self._free_at = [[0.0] * count for _ in range(server.copies)]
         self._in_flight = [0] * server.copies
         self._running: dict[int, tuple[int, list[int]]] = {}  # batch: its copy and requests
-        self._delayed = 0.0  # the end of the batch that the HTTP thread delays
 
     def run(self) -> None:
         coming = iter(enumerate(self.arrivals))
@@ -227,9 +226,7 @@ class _QueueRun:
 
     def _begin(self, now: float) -> None:
         seconds = self._work_seconds[self._work[0][0]]
-        self._http_end = now + seconds
-        self._delayed += seconds
-        heappush(self._events, (self._http_end, _HTTP, 0))
+        heappush(self._events, (now + seconds, _HTTP, 0))
 
     def _handled(self, now: float) -> None:
         what, request = self._work.popleft()
@@ -268,23 +265,100 @@ class _QueueRun:
             late = max(late, free_at[stage] - now - start)
             free_at[stage] = now + start + late + self._times.stages[stage][rows - 1]
         end = now + late + self._times.latency[rows - 1]
-        if self._server.interrupted:
-            end += max(0.0, self._http_end - now)
-            free_at[0] = (
-                0.0  # it is free when the batch in flight ends, which may be later than planned
-            )
-        self._delayed = end
         self._in_flight[copy] += 1
         self._running[self.batches] = copy, requests
         heappush(self._events, (end, _DONE, self.batches))
         self.batches += 1
 
     def _done(self, now: float, batch: int) -> None:
-        if self._server.interrupted and self._delayed > now:
-            heappush(self._events, (self._delayed, _DONE, batch))
-            return
         copy, requests = self._running.pop(batch)
         self._in_flight[copy] -= 1
         for index, request in enumerate(requests):
             self._http(now, _WRITE if index else _WRITE_FIRST, request)
         self._take(now)
+
+
+class _SharedCoreRun:
+    """The same for a model and an HTTP thread on one core: the system gives each half of it while both have work, as it
+    does with two threads of equal priority."""
+
+    def __init__(self, server: Server, max_wait: float, arrivals: list[float]) -> None:
+        self.arrivals, self.answered, self.batches = arrivals, [0.0] * len(arrivals), 0
+        self._seconds, self._max_wait = server.times.latency, max_wait
+        self._half, self._batch_seconds = server.request_seconds / 2, server.batch_seconds
+        self._now = 0.0
+        self._work: deque[tuple[int, int]] = deque()  # of the HTTP thread
+        self._http_left = math.inf  # seconds of a core; infinite without work
+        self._model_left = math.inf
+        self._batch: list[int] = []  # requests that the model computes
+        self._waiting: deque[tuple[int, float]] = deque()  # requests, and when they were read
+
+    def run(self) -> None:
+        for request, arrival in enumerate(self.arrivals):
+            self._run_until(arrival)
+            self._http(_READ, request)
+        self._run_until(math.inf)
+
+    def _run_until(self, end: float) -> None:
+        """Let the model and the HTTP thread work until ``end``, or until all is answered."""
+        while True:
+            slower = 2 if self._work and self._batch else 1
+            http, model = slower * self._http_left, slower * self._model_left
+            seconds = min(http, model, self._timer() - self._now)
+            if not seconds < end - self._now:
+                break
+            self._pass(seconds, slower)
+            if seconds == http:
+                self._handled()
+            elif seconds == model:
+                self._done()
+            self._take()
+        if end < math.inf:
+            self._pass(end - self._now, slower)
+            self._now = end
+
+    def _pass(self, seconds: float, slower: int) -> None:
+        self._now += seconds
+        self._http_left -= seconds / slower
+        self._model_left -= seconds / slower
+
+    def _timer(self) -> float:
+        """Return when the oldest request has waited long enough for a batch that is not full."""
+        return (
+            self._waiting[0][1] + self._max_wait if self._waiting and not self._batch else math.inf
+        )
+
+    def _http(self, what: int, request: int) -> None:
+        self._work.append((what, request))
+        if len(self._work) == 1:
+            self._begin()
+
+    def _begin(self) -> None:
+        first = self._batch_seconds if self._work[0][0] == _WRITE_FIRST else 0.0
+        self._http_left = self._half + first
+
+    def _handled(self) -> None:
+        what, request = self._work.popleft()
+        self._http_left = math.inf
+        if self._work:
+            self._begin()
+        if what == _READ:
+            self._waiting.append((request, self._now))
+        else:
+            self.answered[request] = self._now
+
+    def _take(self) -> None:
+        """Start a batch if the model is idle, and the batch is full or has waited long enough."""
+        most = len(self._seconds)
+        if self._batch or not self._waiting:
+            return
+        if len(self._waiting) >= most or self._timer() <= self._now:
+            count = min(most, len(self._waiting))
+            self._batch = [self._waiting.popleft()[0] for _ in range(count)]
+            self._model_left = self._seconds[count - 1]
+            self.batches += 1
+
+    def _done(self) -> None:
+        for index, request in enumerate(self._batch):
+            self._http(_WRITE if index else _WRITE_FIRST, request)
+        self._batch, self._model_left = [], math.inf

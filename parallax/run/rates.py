@@ -60,10 +60,11 @@ def planned_rates(config: RunConfig, planned: Planned) -> Rates:
 
 
 def measured_rates(model: TimedModel, job: ForwardJob, copies: int = 1) -> Rates:
-    """Return the prediction for a server that starts, from the batches that ``model`` has computed."""
+    """Return the prediction for a server that starts, from batches of ``model``."""
     from parallax.serve.timing import http_seconds
 
     config, kind = job.config.serve, choose_devices(local_cluster(job.config)).kind
+    model.repeat(config)
     server = server_of(
         BatchTimes.measured(model.seconds, config.max_batch_rows, stage_shares(job.plan) or [1.0]),
         config,
@@ -116,5 +117,5 @@ def _http_seconds(profile: ModelProfile, kind: str, config: ServeConfig) -> tupl
     larger = max(1.0, sum(sizes) / _MOST_BYTES)
     given, output = (math.ceil(size / larger) for size in sizes)
     weights = sum(block.parameter_bytes for block in blocks) if kind == "cpu" else 0
-    request, batch = http_seconds(Prepared(given, output, weights), config)
+    request, batch = http_seconds(Prepared(config.max_batch_rows, given, output, weights), config)
     return larger * request, batch

@@ -1,9 +1,9 @@
 """Measure a server at its start: the seconds of batches, and the seconds of the HTTP thread for a request.
 
-``TimedModel`` times the batches that :mod:`.invariance` computes anyway. ``http_seconds`` sends requests to a server
-of the model over loopback, and reads the processor time of the server's threads besides the model: the client's time
-does not count, nor that of other processes. The model computes meanwhile, because reading a request takes twice as long
-where its weights have filled the caches; for the same reason a batch costs something besides its requests.
+``TimedModel`` times batches of several sizes. ``http_seconds`` sends requests to a server of the model over loopback,
+and reads the processor time of the server's threads besides the model: the client's time does not count, nor that of
+other processes. The requests come one by one at the stated rate while the model computes. Then each one wakes the HTTP
+thread, and the model's weights have filled the caches meanwhile; requests that come together cost half as much.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
+import selectors
 import socket
 import statistics
 import time
@@ -25,14 +27,17 @@ from torch import Tensor
 from parallax.serve.app import HEADER_LENGTH, ServeApp
 from parallax.serve.batching import Batcher
 from parallax.serve.config import ServeConfig
+from parallax.serve.invariance import sample_rows
 from parallax.serve.metrics import ServeMetrics
 from parallax.serve.model import NAMES, BatchOutputs, ServedModel, TensorSpec
 from parallax.serve.server import http_settings
 
-_CONNECTIONS = 8
-_TURNS = 5  # of which the median counts
-_ROUNDS = 12  # requests on each connection in a turn, at most
-_SECONDS = 0.25  # of a turn, at most
+_SIZE_TURNS, _SIZE_SECONDS = 5, 0.1  # batches of each size, at most
+_CONNECTIONS = 64  # fewer if a row takes long, so that few rows are left at the end of a turn
+_ROW_SECONDS = 0.05
+_SHARES = 0.5, 1.0  # of the stated rate
+_TURNS, _SECONDS = 3, 0.4  # for each; the median counts
+_LEAST_RATE = 50.0
 _MOST_READ = 2**28  # bytes: more than caches hold
 _FREE_SIZE = 8  # of a dimension that requests choose
 
@@ -54,17 +59,22 @@ class TimedModel(ServedModel):
         self._measured.setdefault(len(tensors[0]), []).append(seconds)
         return outputs
 
+    def repeat(self, config: ServeConfig) -> None:
+        """Compute batches of several sizes some times: the time of a batch jumps where another kernel is chosen."""
+        most = config.max_batch_rows
+        inputs = sample_rows(self.inputs, most)
+        powers = {2**power for power in range(most.bit_length())}
+        for rows in sorted({most} if config.batch_invariant else {most, *powers}):
+            end = time.monotonic() + _SIZE_SECONDS
+            for _ in range(_SIZE_TURNS):
+                self.run([each[:rows] for each in inputs])
+                if time.monotonic() > end:
+                    break
+
     @property
     def seconds(self) -> dict[int, float]:
-        """The seconds by rows. Each number of rows was computed a few times only, so its time is the median of those of
-        similar numbers."""
-        every = sorted(self._measured)
-        found = {}
-        for rows in every:
-            near = [n for n in every if 0.8 * rows <= n <= 1.25 * rows]
-            per_row = [each * rows / n for n in near for each in self._measured[n]]
-            found[rows] = statistics.median(per_row if rows > len(near) else self._measured[rows])
-        return found
+        """The median seconds by rows."""
+        return {rows: statistics.median(self._measured[rows]) for rows in sorted(self._measured)}
 
 
 class _Metered(ServedModel):
@@ -89,17 +99,18 @@ class _Metered(ServedModel):
 
 
 class Prepared(ServedModel):
-    """A model that reads as many bytes as ``weight_bytes``, and has inputs and outputs of some bytes a row."""
+    """A model that reads as many bytes as ``weight_bytes``, and has inputs and outputs of some bytes a row, at most for
+    ``rows`` rows."""
 
     name, version = "prepared", "1"
 
-    def __init__(self, input_bytes: int, output_bytes: int, weight_bytes: int) -> None:
+    def __init__(self, rows: int, input_bytes: int, output_bytes: int, weight_bytes: int) -> None:
         given = TensorSpec("input", torch.uint8, (-1, input_bytes))
         self.inputs: tuple[TensorSpec, ...] = (given,)
         self.outputs: tuple[TensorSpec, ...] = (
             TensorSpec("output", torch.uint8, (-1, output_bytes)),
         )
-        self._output = torch.zeros(_CONNECTIONS, output_bytes, dtype=torch.uint8)
+        self._output = torch.zeros(rows, output_bytes, dtype=torch.uint8)
         self._weights = torch.ones(min(weight_bytes, _MOST_READ) // 4)
 
     def run(self, tensors: Sequence[Tensor]) -> BatchOutputs:
@@ -124,15 +135,15 @@ class HttpSeconds(NamedTuple):
 def http_seconds(model: ServedModel, config: ServeConfig) -> HttpSeconds:
     """Return the seconds in which a server of ``model`` reads and answers requests of one row with binary data."""
     metered, metrics = _Metered(model), ServeMetrics()
-    rows = min(_CONNECTIONS, config.max_batch_rows)
-    plain = ServeConfig(max_batch_rows=rows, max_body_bytes="1TiB")
+    plain = ServeConfig(max_batch_rows=config.max_batch_rows, max_body_bytes="1TiB")
+    rate = max(_LEAST_RATE, config.requests_per_second)
     batcher = Batcher(metered, plain, metrics)
     app = ServeApp(metered, plain, batcher, metrics, b"", "")
     batcher.start()
     try:
         with socket.create_server(("127.0.0.1", 0)) as listening:
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            counts, seconds = asyncio.run(_measured(app, plain, metered, listening))
+            counts, seconds = asyncio.run(_measured(app, plain, metered, listening, rate))
     finally:
         batcher.close()
     (request, batch), *_ = np.linalg.lstsq(counts, seconds)
@@ -142,24 +153,31 @@ def http_seconds(model: ServedModel, config: ServeConfig) -> HttpSeconds:
 
 
 async def _measured(
-    app: ServeApp, config: ServeConfig, model: _Metered, listening: socket.socket
+    app: ServeApp, config: ServeConfig, model: _Metered, listening: socket.socket, rate: float
 ) -> tuple[list[tuple[int, int]], list[float]]:
-    """Return requests and batches, and the seconds for them, of a client that sends one request at a time, and of one
-    that sends several."""
+    """Return requests and batches, and the seconds for them, of two clients: of a part of ``rate``, and of ``rate``."""
     server = _LoopbackServer(http_settings(app, config))
     running = asyncio.ensure_future(server.serve(sockets=[listening]))
     address, content = listening.getsockname(), _request(model)
     counts, found = list[tuple[int, int]](), list[float]()
     with contextlib.ExitStack() as stack:
-        connections = [
-            stack.enter_context(socket.create_connection(address)) for _ in range(_CONNECTIONS)
-        ]
-        await asyncio.to_thread(_exchange, connections, content, 1)  # others than the first count
-        for used in (connections[:1], connections):
+
+        def connections(count: int) -> list[socket.socket]:
+            return [stack.enter_context(socket.create_connection(address)) for _ in range(count)]
+
+        first = connections(1)
+        await asyncio.to_thread(_exchange, first, content, [0.0] * 2)
+        started = time.monotonic()
+        await asyncio.to_thread(_exchange, first, content, [0.0])
+        row = time.monotonic() - started
+        some = connections(max(1, min(_CONNECTIONS, int(_CONNECTIONS * _ROW_SECONDS / row))))
+        for share in _SHARES:
             turns = []
-            for _ in range(_TURNS):
+            for turn in range(_TURNS):
+                pace = share * rate
+                gaps = np.random.default_rng(turn).exponential(1 / pace, math.ceil(pace * _SECONDS))
                 before, batches = time.thread_time() + model.outside, model.batches
-                count = await asyncio.to_thread(_exchange, used, content, _ROUNDS)
+                count = await asyncio.to_thread(_exchange, some, content, gaps.tolist())
                 seconds = time.thread_time() + model.outside - before
                 turns.append((seconds / count, count, model.batches - batches))
             each, count, batches = sorted(turns)[_TURNS // 2]
@@ -190,16 +208,39 @@ def _request(model: ServedModel) -> bytes:
     return head.encode() + body
 
 
-def _exchange(connections: Sequence[socket.socket], content: bytes, rounds: int) -> int:
-    """Send requests on all connections and read the answers, for some rounds or some time; return how many."""
-    end, count = time.monotonic() + _SECONDS, 0
-    while count < rounds * len(connections) and (not count or time.monotonic() < end):
-        for connection in connections:
+def _exchange(connections: Sequence[socket.socket], content: bytes, gaps: Sequence[float]) -> int:
+    """Send a request after each of ``gaps`` seconds, or later if all connections wait for an answer; read all answers.
+    It ends when the time of the turn is over; return the number of requests."""
+    idle, count, due = [*connections], 0, time.monotonic()
+    end = due + 2 * _SECONDS
+    with selectors.DefaultSelector() as waiting:
+        for gap in gaps:
+            due += gap
+            time.sleep(max(0.0, due - time.monotonic()))
+            _collect(waiting, idle, 0.0)
+            while not idle:
+                _collect(waiting, idle, None)
+            if count and time.monotonic() > end:
+                break
+            connection = idle.pop()
             connection.sendall(content)
-        for connection in connections:
-            _read_answer(connection)
-        count += len(connections)
+            waiting.register(connection, selectors.EVENT_READ)
+            count += 1
+        while waiting.get_map():
+            _collect(waiting, idle, None)
     return count
+
+
+def _collect(
+    waiting: selectors.BaseSelector, idle: list[socket.socket], timeout: float | None
+) -> None:
+    """Read the answers that have begun to arrive."""
+    for key, _ in waiting.select(timeout):
+        connection = key.fileobj
+        assert isinstance(connection, socket.socket)
+        _read_answer(connection)
+        waiting.unregister(connection)
+        idle.append(connection)
 
 
 def _read_answer(connection: socket.socket) -> None:

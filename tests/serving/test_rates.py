@@ -45,7 +45,7 @@ def rates(rate: float, times: BatchTimes = TIMES, copies: int = 1, **settings: o
 
 
 def test_the_cost_of_http_is_measured_with_any_model() -> None:
-    for model in (Doubled(), Prepared(100, 10, 10**6)):
+    for model in (Doubled(), Prepared(2, 100, 10, 10**6)):
         found = http_seconds(model, ServeConfig(max_batch_rows=2))
         assert 1e-5 < found.request + found.batch < 1.0
         assert found.batch >= 0
