@@ -23,6 +23,7 @@ from parallax.serve.metrics import ServeMetrics
 from parallax.serve.model import BatchOutputs, ServedModel
 from parallax.serve.tensors import (
     RequestError,
+    json_numbers,
     metadata,
     read_request,
     shown,
@@ -32,6 +33,7 @@ from parallax.serve.tensors import (
 HEADER_LENGTH = "Inference-Header-Content-Length"
 _TYPES = ("", "application/json", "application/octet-stream")
 _DRAIN_RETRY_SECONDS = 5
+_MOST_INLINE = 2**13  # numbers that the event loop writes as JSON itself
 _GONE = 499  # as proxies log it; nobody reads this answer
 
 
@@ -190,7 +192,11 @@ class ServeApp:
         asked = request.path_params.get("version", outputs.version)
         if asked != outputs.version:
             raise RequestError(503, f"version {shown(asked)} is being replaced", 1)
-        content, header_bytes = write_response(parsed, self._model, outputs)
+        given = parsed, self._model, outputs
+        if json_numbers(parsed, outputs) > _MOST_INLINE:  # meanwhile other requests are answered
+            content, header_bytes = await asyncio.to_thread(write_response, *given)
+        else:
+            content, header_bytes = write_response(*given)
         headers = {"Server-Timing": _timing(outputs)}
         if header_bytes is None:
             return Response(content, headers=headers, media_type="application/json")

@@ -21,6 +21,7 @@ from parallax.serve.model import BatchOutputs, ServedModel, TensorSpec
 BINARY = "binary_data_size"
 _LONGEST = 64  # characters of a client's text that a message repeats
 _LARGEST = 2**40  # above any size that fits a body
+_PIECE = 2**12  # numbers that are written as JSON in one call, which takes some milliseconds
 
 
 class RequestError(Exception):
@@ -269,7 +270,7 @@ def write_response(
 ) -> tuple[bytes, int | None]:
     """Return the body of a response with ``outputs``, all of the model, and the bytes of its JSON part if
     binary data follow it."""
-    entries, parts = [], list[bytes]()
+    entries, parts = list[str](), list[bytes]()
     for index, binary in request.outputs:
         spec, tensor = model.outputs[index], outputs.tensors[index].contiguous()
         entry: dict[str, Any] = {
@@ -280,14 +281,25 @@ def write_response(
         if binary or spec.dtype is torch.bfloat16:
             parts.append(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
             entry["parameters"] = {BINARY: len(parts[-1])}
+            entries.append(json.dumps(entry))
         else:
-            entry["data"] = tensor.reshape(-1).tolist()
-        entries.append(entry)
+            entries.append(f'{json.dumps(entry)[:-1]}, "data": [{_numbers(tensor)}]}}')
     tree: dict[str, Any] = {"model_name": model.name, "model_version": outputs.version}
     if request.id is not None:
         tree["id"] = request.id
-    header = json.dumps({**tree, "outputs": entries}).encode()
+    header = f'{json.dumps(tree)[:-1]}, "outputs": [{", ".join(entries)}]}}'.encode()
     return b"".join([header, *parts]), len(header) if parts else None
+
+
+def json_numbers(request: InferRequest, outputs: BatchOutputs) -> int:
+    """Return how many numbers of ``outputs`` the response has as JSON."""
+    return sum(outputs.tensors[index].numel() for index, binary in request.outputs if not binary)
+
+
+def _numbers(tensor: Tensor) -> str:
+    """Return the elements as JSON, in pieces: between two of them other threads can run."""
+    pieces = tensor.reshape(-1).split(_PIECE)
+    return ", ".join(json.dumps(piece.tolist())[1:-1] for piece in pieces)
 
 
 def metadata(model: ServedModel) -> dict[str, Any]:

@@ -79,6 +79,13 @@ def test_requests_of_equal_shape_share_batches_oldest_first(serving: Serving) ->
     busy.close()
 
 
+def test_an_answer_of_many_numbers_is_whole(serving: Serving) -> None:
+    server, width = serving("steered"), 20_000
+    answers = [server.infer(request(value, width=width)) for value in (1, 2)]
+    assert [outputs(each)["y"] for each in answers] == [[2] * width, [4] * width]
+    assert [outputs(each)["rows"] for each in answers] == [[1], [1]]
+
+
 def test_only_the_culprit_fails(serving: Serving) -> None:
     busy = Busy(serving("steered", "max_batch_rows=4"))
     sent = [busy.send(1), busy.send(FAILS), busy.send(2)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import struct
 from typing import Any
@@ -121,6 +122,15 @@ def test_requested_outputs_come_alone_and_in_order(echo: Server) -> None:
     assert [output["name"] for output in found.json["outputs"]] == ["INT8", "BOOL"]
     assert found.json["outputs"][0]["data"] == [0, 1, 2]
     assert "id" not in found.json
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_an_answer_says_how_long_it_waited_and_computed(echo: Server, binary: bool) -> None:
+    tree = one_row() | {"parameters": {"binary_data_output": binary}}
+    timing = send(echo, tree).headers["server-timing"]
+    found = re.fullmatch(r"queue;dur=(\d+\.\d{3}), compute;dur=(\d+\.\d{3})", timing)
+    assert found is not None
+    assert all(0 <= float(part) < 60_000 for part in found.groups())
 
 
 def test_metrics_are_those_of_prometheus(echo: Server) -> None:

@@ -57,6 +57,10 @@ def test_batches_are_timed_by_their_rows() -> None:
         (output,) = timed.run([torch.ones(rows, 4), torch.zeros(rows, 8, dtype=torch.int64)])
         assert torch.equal(output, torch.full((rows, 4), 2.0))
     assert list(timed.seconds) == [1, 2, 5]
+    timed.repeat(ServeConfig(max_batch_rows=6))
+    assert list(timed.seconds) == [1, 2, 4, 5, 6]
+    timed.repeat(ServeConfig(max_batch_rows=7, batch_invariant=True))
+    assert list(timed.seconds) == [1, 2, 4, 5, 6, 7]
     assert all(0 < seconds < 1 for seconds in timed.seconds.values())
 
 

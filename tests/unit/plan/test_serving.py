@@ -10,6 +10,7 @@ import pytest
 from parallax.plan.serving import (
     BatchTimes,
     Server,
+    _SharedCoreRun,
     best_wait,
     copies_needed,
     simulate,
@@ -61,10 +62,20 @@ def test_a_shared_core_saturates_where_all_work_together_does() -> None:
     assert simulate(replace(server, shares_core=False), rate, 0.0).mean < 2 * ROW + 3 * HTTP
 
 
+def test_the_model_and_the_http_thread_each_get_half_of_a_shared_core() -> None:
+    """In milliseconds: the first request is read until 1, and computed until 6. The second one arrives at 2, is read
+    until 4, and computed from 6 to 11. The first answer is written until 8, the second until 12."""
+    server = replace(alone(), request_seconds=2 * HTTP, shares_core=True)
+    found = _SharedCoreRun(server, 0.0, [0.0, 2 * HTTP])
+    found.run()
+    assert found.answered == pytest.approx([8 * HTTP, 12 * HTTP])
+
+
 @pytest.mark.parametrize("wait", [0.0, 0.01])
-def test_no_request_waits_longer_than_max_wait_and_a_batch(wait: float) -> None:
+@pytest.mark.parametrize("shares_core", [False, True])
+def test_no_request_waits_longer_than_max_wait_and_a_batch(wait: float, shares_core: bool) -> None:
     """At a low rate a batch is computing at most once before a request's own."""
-    found = simulate(BATCHES, 5.0, wait, requests=5000)
+    found = simulate(replace(BATCHES, shares_core=shares_core), 5.0, wait, requests=5000)
     assert found.p99 <= wait + 2 * BATCHES.times.latency[3]
     assert found.p50 == pytest.approx(wait + ROW, rel=0.05)
 
