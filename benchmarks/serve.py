@@ -413,8 +413,9 @@ def predictions(cores: Cores, folder: Path) -> Iterator[Predicted]:
                 run_exactly(load(target, rate, "", int(rate * TURN_SECONDS), turn))
                 for turn in range(TURNS)
             ]
-        text = next(line for line in target.lines if "predicted latency" in line)
-        p50, p99 = map(milliseconds, re.findall(r"p(?:50|99) ([\d.]+ \S?s)", text))
+        text = next((line for line in target.lines if "predicted latency" in line), "")
+        found = re.findall(r"p(?:50|99) ([\d.]+ \S?s)", text)
+        p50, p99 = map(milliseconds, found or ["inf s"] * 2)
         yield Predicted(
             share=share,
             load=median_of(turns),

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import mmap
 import os
+import re
 import resource
 import threading
 from pathlib import Path
@@ -229,6 +230,30 @@ def test_what_is_kept_apart_is_in_no_peak() -> None:
     own = hold(64 * MIB)
     assert meter.peak_bytes() > 60 * MIB
     own.close()
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="no huge pages"
+)
+@pytest.mark.parametrize("returns_freed", [False, True])
+def test_large_new_memory_prefers_huge_pages_if_freed_memory_is_returned(
+    returns_freed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "_returns_freed", returns_freed)
+    size = 8 * 2**20
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapped:
+        address = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
+        host.prefer_huge_pages(address + 64, size - 64)
+        advised = [
+            (int(area.split("-")[0], 16), flags.split())
+            for area, flags in re.findall(
+                r"^([0-9a-f]+-[0-9a-f]+) .*?^VmFlags: (.*?)$",
+                Path("/proc/self/smaps").read_text(),
+                re.MULTILINE | re.DOTALL,
+            )
+        ]
+        found = any(address <= start < address + size and "hg" in flags for start, flags in advised)
+    assert found == returns_freed
 
 
 def test_peaks_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
