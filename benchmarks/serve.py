@@ -185,7 +185,7 @@ def wait_of(settings: Sequence[str], lines: Sequence[str]) -> float:
     text = next((each.partition("=")[2] for each in settings if "max_wait" in each), "0")
     if text == "auto":
         chosen = r"max_wait=auto is ([\d.]+ \S?s)"
-        return next(milliseconds(m[1]) for each in lines if (m := re.match(chosen, each))) / 1e3
+        return next(milliseconds(m[1]) for each in lines if (m := re.search(chosen, each))) / 1e3
     return float(text.removesuffix("ms")) / 1e3
 
 
