@@ -35,20 +35,18 @@ _CLOSE_SECONDS = 5.0  # for the model to end its batches when the server closes
 @dataclass(eq=False)
 class Queued:
     """A request in the queue. ``answer`` gets all outputs, or a :class:`RequestError`; a request whose answer is
-    cancelled is not computed, or its outputs are dropped."""
+    cancelled is not computed, or its outputs are dropped. ``kind``: shapes and types; requests of equal kind can share
+    a batch."""
 
     tensors: list[Tensor]
     answer: Future[BatchOutputs] = field(default_factory=Future)
     arrived: float = field(default_factory=time.monotonic)
+    rows: int = field(init=False)
+    kind: tuple[tuple[torch.Size, torch.dtype], ...] = field(init=False)
 
-    @property
-    def rows(self) -> int:
-        return len(self.tensors[0])
-
-    @property
-    def kind(self) -> tuple[tuple[torch.Size, torch.dtype], ...]:
-        """Shapes and types; requests of equal kind can share a batch."""
-        return tuple((tensor.shape[1:], tensor.dtype) for tensor in self.tensors)
+    def __post_init__(self) -> None:
+        self.rows = len(self.tensors[0])
+        self.kind = tuple((tensor.shape[1:], tensor.dtype) for tensor in self.tensors)
 
 
 class Batcher:
@@ -57,6 +55,7 @@ class Batcher:
     def __init__(self, model: ServedModel, config: ServeConfig, metrics: ServeMetrics) -> None:
         self._model, self._config, self._metrics = model, config, metrics
         self._queue: deque[Queued] = deque()
+        self._rows = 0  # of the queue
         self._changed = threading.Condition()
         self._closing = False
         self._at_work = 0  # batches that the model computes
@@ -70,7 +69,7 @@ class Batcher:
         """Refuse all queued requests and end the threads. Batches in progress get some seconds to finish."""
         with self._changed:
             self._closing = True
-            left, self._queue = [*self._queue], deque()
+            left, self._queue, self._rows = [*self._queue], deque(), 0
             self._changed.notify_all()
         for request in left:
             _refuse(request, RequestError(503, "the server ends"))
@@ -80,23 +79,24 @@ class Batcher:
 
     @property
     def queued_rows(self) -> int:
-        with self._changed:
-            return sum(request.rows for request in self._queue)
+        return self._rows
 
     def submit(self, tensors: Sequence[Tensor]) -> Future[BatchOutputs]:
         """Queue a request of at most ``max_batch_rows`` rows; return the future of its outputs. Raises
         :class:`RequestError` with status 503 if the queue is full."""
         request = Queued(list(tensors))
         with self._changed:
-            waiting = sum(each.rows for each in self._queue)
-            if self._closing or waiting + request.rows > self._config.queue_rows:
+            if self._closing or self._rows + request.rows > self._config.queue_rows:
                 raise RequestError(
                     503,
-                    f"the queue is full: {waiting} of {self._config.queue_rows} rows wait",
+                    f"the queue is full: {self._rows} of {self._config.queue_rows} rows wait",
                     _RETRY_SECONDS,
                 )
             self._queue.append(request)
-            self._changed.notify_all()
+            self._rows += request.rows
+            # Otherwise a thread that waits for a full batch would look at all of the queue at each request.
+            if len(self._queue) == 1 or self._rows >= self._config.max_batch_rows:
+                self._changed.notify_all()
         request.answer.add_done_callback(lambda answer: self._drop(request, answer))
         return request.answer
 
@@ -106,6 +106,7 @@ class Batcher:
             with self._changed:
                 if request in self._queue:
                     self._queue.remove(request)
+                    self._rows -= request.rows
 
     # ---- the threads
 
@@ -141,6 +142,7 @@ class Batcher:
                 if full or left <= 0:
                     gone = set(batch)
                     self._queue = deque(each for each in self._queue if each not in gone)
+                    self._rows -= sum(each.rows for each in batch)
                     self._at_work += 1
                     return batch
                 self._changed.wait(left)
