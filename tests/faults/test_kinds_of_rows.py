@@ -30,14 +30,20 @@ SETTINGS = [
     *("+model.kwargs.sequence=40", "+model.kwargs.vocabulary=1000"),
     *(f"trainer.global_batch={BATCH}", f"trainer.steps={STEPS}", "trainer.checkpoint_every=2"),
     *("optimizer=sgd", "optimizer.lr=1e-30", "schedule.final=1", "precision=fp64"),
-    *("data.validation=0", "data.last_batch=keep", "logger=none"),
+    *("data.validation=0", "logger=none"),
     *("trainer.eval_every=0", "cluster.kind=cpu"),
 ]
 PLANS = [
-    ["plan.stages=2", "trainer.microbatch=2", "cluster.devices=2", "data.workers=1"],
-    ["plan.stages=1", "trainer.microbatch=1", "plan.replicas=2", "data.workers=3"],
-    ["plan.stages=1", "trainer.microbatch=3", "plan.replicas=1", "data.workers=0"],
+    (stages, replicas, microbatch)
+    for stages, replicas in ((1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (2, 2))
+    for microbatch in (1, 2, 3)
+    if microbatch * replicas <= BATCH
 ]
+WORKERS = [0, 1, 3]
+LAST = ["continue", "keep", "drop", "repeat"]
+PHASES = [(STEPS, 4, False), (STEPS, 3, False), (14, 3, True), (STEPS, 0, True)]
+"""Of each start of a run: its last step, the step of its own before which a process is killed, at the latest (0 for
+none), and whether the launcher starts a killed run again."""
 
 
 def expected(settings: list[str]) -> tuple[list[list[float]], int]:
@@ -56,37 +62,54 @@ def expected(settings: list[str]) -> tuple[list[list[float]], int]:
     return found, rows
 
 
-def check_epochs(kind: str, steps: list[list[float]], rows: int) -> None:
-    """Check that each epoch has each row once, and another order."""
-    read = [row for step in steps for row in step]
-    epochs = [read[start : start + rows] for start in range(0, len(read) - rows + 1, rows)]
+def check_epochs(kind: str, steps: list[list[float]], rows: int, last: str) -> None:
+    """Check that each epoch has each row once, and another order. ``last`` is data.last_batch."""
+    if last == "continue":
+        read = [row for step in steps for row in step]
+        epochs = [read[start : start + rows] for start in range(0, len(read) - rows + 1, rows)]
+    else:
+        batches = rows // BATCH if last == "drop" else -(-rows // BATCH)
+        starts = range(0, len(steps) - batches + 1, batches)
+        epochs = [
+            [row for step in steps[start : start + batches] for row in step] for start in starts
+        ]
+        if last == "repeat":
+            assert all(epoch[rows:] == epoch[: len(epoch) - rows] for epoch in epochs)
+            epochs = [epoch[:rows] for epoch in epochs]
     assert len(epochs) >= 2
     for one, other in pairwise(epochs):
-        assert len(set(one)) == rows
+        assert len(set(one)) == len(one) == (rows // BATCH * BATCH if last == "drop" else rows)
         assert one != other
-        if kind not in DRAWING:
+        if kind not in DRAWING and last != "drop":
             assert sorted(one) == pytest.approx(sorted(other))
 
 
-def check_kind(here: Path, called: Called, kind: str) -> None:
-    """Kill a run of ``kind`` at a random step, resume it under another plan, kill it again, and resume it."""
+def check_kind(here: Path, called: Called, kind: str, seed: int) -> None:
+    """Kill a run of ``kind`` at random steps and resume it three times, each time under another plan. ``seed`` chooses
+    the plans, the workers, the steps and how epochs end."""
     pytest.importorskip(NEEDS.get(kind, "datasets" if "Hugging" in kind else "numpy"))
-    settings = [*SETTINGS, *KINDS[kind](here / "rows")]
+    chance = random.Random(f"{kind} {seed}")
+    last = "continue" if "iterable" in kind else chance.choice(LAST)
+    settings = [*SETTINGS, *KINDS[kind](here / "rows"), f"data.last_batch={last}"]
     steps, rows = expected(settings)
     if rows:
-        check_epochs(kind, steps, rows)
-    chance = random.Random(kind)
-    for number, (plan, *limits) in enumerate(zip(PLANS, (STEPS, 11, STEPS), (40, 30, 0))):
-        last, most = limits
+        check_epochs(kind, steps, rows, last)
+    for number, (until, latest, restarts) in enumerate(PHASES):
+        stages, replicas, microbatch = chance.choice(PLANS)
+        plan = [f"plan.stages={stages}", f"plan.replicas={replicas}"]
+        plan += [f"trainer.microbatch={microbatch}", f"cluster.devices={stages * replicas}"]
+        plan += [f"data.workers={chance.choice(WORKERS)}", f"trainer.steps={until}"]
         killed = here / "killed"
         killed.unlink(missing_ok=True)
-        if most:
-            (here / "kill").write_text(str(chance.randint(2, most)))
+        if latest:
+            step = -(-4 // stages) * -(-BATCH // (replicas * microbatch))  # forwards of a rank
+            (here / "kill").write_text(str(chance.randint(1, latest * step)))
+        print(kind, last, plan)
         own = settings if number == 0 else []
-        restarts = f"trainer.max_restarts={number}"
-        code, _, err = called("train", "name=run", *own, f"trainer.steps={last}", restarts, *plan)
-        assert killed.exists() == (most > 0), err
-        assert (code == 0) == (number > 0), err
+        plan.append(f"trainer.max_restarts={int(restarts)}")
+        code, _, err = called("train", "name=run", *own, *plan)
+        assert killed.exists() == (latest > 0), err
+        assert (code == 0) == restarts, err
     found = [each for each in read_metrics(Path("runs/run/metrics.jsonl")) if "loss" in each]
     assert [each["step"] for each in found] == list(range(1, STEPS + 1))
     means = [sum(step) / len(step) for step in steps]
@@ -106,11 +129,13 @@ def test_a_run_that_is_killed_and_resumed_sees_the_rows_of_one_that_is_not(
     """Of one kind, which the seed of the tests chooses."""
     kind = [*KINDS][request.config.option.seed % len(KINDS)]
     print(kind)
-    check_kind(here, called, kind)
+    check_kind(here, called, kind, request.config.option.seed)
 
 
 @pytest.mark.faults
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_every_kind(here: Path, called: Called, kind: str) -> None:
-    check_kind(here, called, kind)
+def test_rows_of_every_kind(
+    here: Path, called: Called, request: pytest.FixtureRequest, kind: str
+) -> None:
+    check_kind(here, called, kind, request.config.option.seed)
