@@ -25,11 +25,18 @@ from parallax.train.data.columns import Array
 from parallax.train.data.indexed import IndexedDataConfig
 from parallax.train.data.labels import labelled_files, numbered
 from parallax.train.data.order import Numbers, Seeds, mixed
-from parallax.train.data.paths import data_path, found_file, inside
+from parallax.train.data.paths import (
+    check_class_folders,
+    check_only_class,
+    data_path,
+    found_file,
+    inside,
+)
 from parallax.train.data.table import INPUTS, TARGETS, Table, Values, timed
 
 _WINDOWS = ("random", "first")
 _OF_PIPES = 2**31 - 2**16  # bytes that a WAV file of unknown length promises, at least
+_UNREAD = (".m4a", ".aac", ".wma", ".webm", ".amr", ".mp4", ".mka")
 _ALSO = {".aif", ".oga", ".opus"}  # usual names of formats that soundfile calls otherwise
 
 
@@ -196,10 +203,14 @@ class AudioTable:
 
 def _of_folder(root: Path) -> Clips:
     """Return the sound files in the subfolders of ``root``. Each subfolder is a class, even without files."""
+    check_class_folders(root, f"data.path={printable(str(root))}")
     suffixes = _ALSO | {f".{name.lower()}" for name in _soundfile().available_formats()}
     classes = sorted(
-        each.name for each in os.scandir(root) if each.is_dir() and not each.name.startswith(".")
+        each.name
+        for each in os.scandir(root)
+        if each.is_dir() and not each.name.startswith((".", "__MACOSX"))
     )
+    check_only_class(root, classes, f"data.path={printable(str(root))}")
     names, labels = [], []
     for label, folder in enumerate(classes):
         _check_folder(root, folder)
@@ -213,6 +224,11 @@ def _of_folder(root: Path) -> Clips:
                     )
             for file in sorted(files):
                 path = Path(where, file)
+                if path.suffix.lower() in _UNREAD:
+                    raise DataError(
+                        f"data.path: {printable(str(path))} has a format that is not read; convert it (ffmpeg -i IN "
+                        "OUT.wav), or remove it"
+                    )
                 if path.suffix.lower() in suffixes and not file.startswith("."):
                     name = path.relative_to(root).as_posix()
                     if path.is_symlink() or not path.is_file():

@@ -23,14 +23,22 @@ from parallax.train.data.decoding import SKIP, SUFFIXES, ImageDataConfig, ImageD
 from parallax.train.data.index import Index, NameList, Names, cached, integers
 from parallax.train.data.labels import labelled_files, numbered
 from parallax.train.data.order import Numbers, Seeds
-from parallax.train.data.paths import check_folder_link, data_path, found_file, inside
+from parallax.train.data.paths import (
+    check_class_folders,
+    check_folder_link,
+    check_only_class,
+    data_path,
+    found_file,
+    inside,
+)
 from parallax.train.data.progress import progress
 from parallax.train.data.source import Shapes
 from parallax.train.data.stored import Encoded, EncodedStore, InMemory
 from parallax.train.data.table import INPUTS, TARGETS, Table, Values, timed
 
 _ENDS = tuple(f".{each}" for each in SUFFIXES)
-_TRAINING, _HELD_OUT = "train", ("val", "valid", "validation", "test")
+_NO_CLASSES = ("__MACOSX", "@eaDir", "lost+found")  # folders of systems
+_UNREAD = (".heic", ".heif", ".svg", ".psd", ".dng", ".cr2", ".nef", ".arw", ".tga", ".dcm")
 _SETTLED_NS = 2 * 10**9  # a folder that changed later may change again without a new time
 
 
@@ -115,28 +123,13 @@ class ImagesDataConfig(ImageDataConfig):
                 [*key, status.st_size, status.st_mtime_ns],
                 partial(index_table, root, table, quiet=quiet),
             )
-        _check_sets(root, self.label)
+        check_class_folders(root, self.label)
         return cached(
             "images",
             [os.fsencode(root).hex()],
             partial(index_folder, root, self.label, quiet=quiet),
             partial(_unchanged, root),
         )
-
-
-def _check_sets(root: Path, label: str) -> None:
-    """Raise :class:`DataError` if subfolders are data sets, such as train and val, because they would become
-    classes."""
-    names = {each.name.lower(): each.name for each in os.scandir(root) if each.is_dir()}
-    if _TRAINING not in names or not (found := [each for each in _HELD_OUT if each in names]):
-        return
-    both = " and ".join([f"{names[_TRAINING]}/", *(f"{names[each]}/" for each in found)])
-    path = printable(str(root))
-    sets = " ".join(f"data.validation.{each}.path={path}/{names[each]}" for each in found)
-    raise DataError(
-        f"{label}: it holds {both}, which are sets of rows and no classes: use data.path={path}/{names[_TRAINING]} "
-        f"{sets}"
-    )
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -245,6 +238,7 @@ def index_folder(root: Path, label: str, *, quiet: bool) -> Index:
     with progress("finding images", None, quiet=quiet) as advance:
         found = _FoundImages(advance)
         classes, loose = _entries(root, "", label)
+        check_only_class(root, classes, label)
         folders.append(b"")
         times.append(root.stat().st_mtime_ns)
         for number, name in enumerate(classes):
@@ -256,8 +250,8 @@ def index_folder(root: Path, label: str, *, quiet: bool) -> Index:
                     found.add(image, details, number)
             if len(found.labels) == before:
                 raise DataError(
-                    f"{label}: the folder {printable(name)} holds no images, so it is no class; name a folder that "
-                    "holds nothing but a folder of images for each class"
+                    f"{label}: the folder {printable(name)} holds no images, so it is no class: remove it, or name a "
+                    "folder that holds nothing but a folder of images for each class"
                 )
     if not classes:
         what = f"{len(loose)} image(s), but no folders" if loose else "no folders"
@@ -312,7 +306,7 @@ def _entries(root: Path, folder: str, label: str) -> tuple[list[str], list[_Imag
         with os.scandir(root / folder) as entries:
             for entry in sorted(entries, key=lambda each: each.name):
                 name = os.path.join(folder, entry.name)
-                if entry.name.startswith("."):
+                if entry.name.startswith(".") or entry.name in _NO_CLASSES:
                     continue
                 if entry.is_dir():
                     check_folder_link(root, name, label)
@@ -321,6 +315,11 @@ def _entries(root: Path, folder: str, label: str) -> tuple[list[str], list[_Imag
                     if entry.is_symlink() or not entry.is_file():
                         found_file(root, name, label)
                     images.append((name, entry.stat()))
+                elif entry.name.lower().endswith(_UNREAD):
+                    raise DataError(
+                        f"{label}: {printable(name)} is an image of a format that is not read; convert it to PNG or "
+                        "JPEG, or remove it"
+                    )
     except OSError as error:
         raise DataError(
             f"{label}: cannot list {printable(os.fsdecode(error.filename or folder))} ({error.strerror}); make it "

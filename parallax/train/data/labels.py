@@ -16,30 +16,70 @@ from parallax.errors import DataError, printable
 _LONGEST_LINE = 2**17  # characters, the most that the module csv takes for one field
 
 
+_PATHS = ("path", "file", "filename", "file_name", "filepath", "file_path", "image", "image_path")
+_LABELS = ("label", "class", "target", "category", "labels")
+_SETS = ("split", "set", "subset")
+
+
 def labelled_files(table: Path) -> Iterator[tuple[int, str, str]]:
-    """Yield the line, path and label of each row of a CSV file with the columns path and label."""
+    """Yield the line, path and label of each row of a CSV file with the columns path and label, or other usual names.
+    Values are separated by commas, tabs or semicolons."""
     where = printable(str(table))
     if not stat.S_ISREG(table.stat().st_mode):
         raise DataError(f"{where}: it is no regular file")
     try:
         with table.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(_lines(file, where), strict=True)
+            head = file.readline(_LONGEST_LINE)
+            file.seek(0)
+            reader = csv.DictReader(
+                _lines(file, where), strict=True, delimiter=max(",\t;", key=head.count)
+            )
             columns = [each.strip() for each in reader.fieldnames or ()]
-            if missing := [each for each in ("path", "label") if each not in columns]:
-                raise DataError(
-                    f"{where}: its header has no column {' and '.join(missing)}, but "
-                    f"{', '.join(map(printable, columns)) or 'nothing'}"
-                )
             reader.fieldnames = columns
+            paths, labels = (_column(columns, names, where) for names in (_PATHS, _LABELS))
+            sets = [each for each in columns if each.lower() in _SETS]
+            seen: dict[str, set[str]] = {each: set() for each in sets}
             for row in reader:
-                name, text = (row["path"] or "").strip(), (row["label"] or "").strip()
+                name, text = (row[paths] or "").strip(), (row[labels] or "").strip()
                 if not name or not text:
                     raise DataError(
                         f"{where}: line {reader.line_num}: a path and a label are needed"
                     )
+                for each in sets:
+                    _check_split(each, seen[each], row[each], where)
                 yield reader.line_num, name, text
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{where}: it is no CSV file of UTF-8 ({printable(str(error))})") from error
+
+
+def _column(columns: list[str], names: tuple[str, ...], where: str) -> str:
+    """Return the column that has the first of ``names``, or else one of the others, in capitals or not."""
+    found = [each for each in columns if each.lower() in names]
+    if exact := [each for each in found if each == names[0]]:
+        return exact[0]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise DataError(
+            f"{where}: several of its columns may be the {names[0]} ({', '.join(map(printable, found))}); name one of "
+            f"them {names[0]}"
+        )
+    shown = ", ".join(map(printable, columns))[:200]
+    raise DataError(
+        f"{where}: its header has no column {names[0]}, but {shown or 'nothing'}; the first line names the columns, "
+        "such as path,label"
+    )
+
+
+def _check_split(column: str, seen: set[str], value: str | None, where: str) -> None:
+    """Raise :class:`DataError` if a column such as split has rows of training and others, because all rows are read."""
+    seen.add((value or "").strip().lower())
+    if len(seen) > 1 and seen & {"train", "training"}:
+        sets = ", ".join(sorted(map(printable, seen)))
+        raise DataError(
+            f"{where}: its column {printable(column)} has rows of {sets}, and all rows of a table are read; write a "
+            "table for each (data.labels and data.validation.NAME.labels, or data.path of sounds), without this column"
+        )
 
 
 def numbered(labels: list[str]) -> tuple[NDArray[Any], tuple[str, ...] | None]:

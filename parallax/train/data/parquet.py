@@ -27,7 +27,7 @@ from parallax.plan.tier import AUTO
 from parallax.train.data.columns import Array, Columns, listed
 from parallax.train.data.indexed import IndexedDataConfig
 from parallax.train.data.order import Numbers, Seeds
-from parallax.train.data.paths import data_path, files_below, found_file
+from parallax.train.data.paths import check_sets, data_path, files_below, found_file
 from parallax.train.data.table import INPUTS, Table, Values, timed
 
 _SUFFIXES = (".parquet", ".pq", ".arrow", ".feather", ".ipc")
@@ -381,7 +381,7 @@ def _open(path: Path) -> _File:
         raise DataError(f"{where}: it cannot be read; make it readable") from error
     except _arrow_errors() as error:
         raise DataError(
-            f"{where}: it is no Parquet or Arrow file ({_reason(error)}); remove it, or copy it again"
+            f"{where}: it is no Parquet or Arrow file ({_reason(error)}); {_other_table(path)}"
         ) from error
     names = found.schema.names
     if len(set(names)) < len(names) or not names:
@@ -389,6 +389,18 @@ def _open(path: Path) -> _File:
             f"{where}: it needs columns with different names; it has {', '.join(names)}"
         )
     return found
+
+
+def _other_table(path: Path) -> str:
+    """Return what to do with a file that is no table of this kind."""
+    builders = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json"}
+    if (builder := builders.get(path.suffix.lower())) is None:
+        return "remove it, or copy it again"
+    return (
+        "read it with data=dataset data.target=datasets:load_dataset data.kwargs.split=train "
+        f"data.kwargs.path={builder} data.kwargs.data_files={printable(str(path))}"
+        + (" data.kwargs.sep='\\t'" if path.suffix.lower() == ".tsv" else "")
+    )
 
 
 def _paths(text: str) -> Iterator[Path]:
@@ -405,7 +417,9 @@ def _paths(text: str) -> Iterator[Path]:
         if not root.is_dir():
             yield root
             return
-        names = files_below(root, _SUFFIXES, f"data.path={printable(text)}", hidden=(".", "_"))
+        label = f"data.path={printable(text)}"
+        names = files_below(root, _SUFFIXES, label, hidden=(".", "_"))
+        check_sets(root, names, label, patterns=True)
     for name in sorted(names):
         yield found_file(root, name, f"data.path={printable(text)}")
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from parallax.errors import DataError, printable
+
+_TRAINING = ("train", "training")
+_HELD_OUT = ("val", "valid", "validation", "dev", "eval", "test", "testing")
 
 
 def data_path(key: str, text: str) -> Path:
@@ -47,7 +51,9 @@ def files_below(
         for each in folders:
             check_folder_link(root, where / each, label)
         found += [
-            (where / each).as_posix() for each in names if os.path.splitext(each)[1] in suffixes
+            (where / each).as_posix()
+            for each in names
+            if os.path.splitext(each)[1] in suffixes and not each.startswith("._")  # of macOS
         ]
     for name in found:
         found_file(root, name, label)
@@ -68,6 +74,89 @@ def check_folder_link(root: Path, name: Path | str, label: str) -> None:
             f"{label}: the link {printable(str(name))} leads to {printable(str(real))}, outside of the data's folder; "
             "copy the folder, or name its own place"
         )
+
+
+def check_class_folders(root: Path, label: str) -> None:
+    """Raise :class:`DataError` if the subfolders are data sets, such as train and val, because they would become
+    classes."""
+    names = [each.name for each in os.scandir(root) if each.is_dir()]
+    if sets := _sets([name for name in names if name.lower() in (*_TRAINING, *_HELD_OUT)]):
+        raise _several(root, sets, f"{label}: it holds {{}}, which are sets of rows and no classes")
+
+
+def check_only_class(root: Path, classes: Sequence[str], label: str) -> None:
+    """Raise :class:`DataError` if there is one class, which holds nothing but folders, because these seem to be the
+    classes."""
+    if len(classes) != 1 or not os.access(root / classes[0], os.R_OK | os.X_OK):
+        return
+    held = [each for each in os.scandir(root / classes[0]) if not each.name.startswith(".")]
+    folders = sorted(each.name for each in held if each.is_dir())
+    if 1 < len(folders) == len(held):
+        name = printable(classes[0])
+        raise DataError(
+            f"{label}: its only class would be {name}, which holds the folders {', '.join(map(printable, folders[:9]))}"
+            f": if these are the classes, use data.path={printable(str(root))}/{name}; otherwise put all files of "
+            f"{name} into it"
+        )
+
+
+def check_sets(root: Path, names: Collection[str], label: str, *, patterns: bool = False) -> None:
+    """Raise :class:`DataError` if all of the files ``names`` in ``root`` belong to data sets, such as train.bin and
+    test/0.bin, because held-out rows would be trained on. ``patterns``: whether data.path may be a pattern."""
+    if sets := _sets(names):
+        raise _several(
+            root,
+            sets,
+            f"{label}: it holds files of {{}}, which are sets of their own",
+            patterns=patterns,
+        )
+
+
+def _sets(names: Collection[str]) -> dict[str, list[str]]:
+    """Return set → its names, training rows first, or nothing if a name is of no set or if there is only one kind."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        words = re.split(r"[^a-z]+", name.lower())
+        which = next((word for word in words if word in (*_TRAINING, *_HELD_OUT)), None)
+        if which is None:
+            return {}
+        found.setdefault(which, []).append(name)
+    sets = [each for each in (*_TRAINING, *_HELD_OUT) if each in found]
+    several = any(each in _TRAINING for each in sets) and any(each in _HELD_OUT for each in sets)
+    return {each: sorted(found[each]) for each in sets} if several else {}
+
+
+def _several(
+    root: Path, sets: Mapping[str, list[str]], what: str, *, patterns: bool = False
+) -> DataError:
+    """Return the error for files or folders of several ``sets``, with the settings that read them as such."""
+    used = list[str]()
+    for number, (name, files) in enumerate(sets.items()):
+        tops = {each.partition("/")[0] for each in files}
+        others = (each for other in sets if other != name for each in sets[other])
+        if len(files) == 1:
+            place = files[0]
+        elif len(tops) == 1 and not any(each.partition("/")[0] in tops for each in others):
+            place = tops.pop()
+        elif patterns:
+            ends = {os.path.splitext(each)[1] for each in files}
+            place = f"**/*{name}*{ends.pop() if len(ends) == 1 else ''}"
+        else:
+            place = ""
+        key = f"data.validation.{name}.path" if number else "data.path"
+        setting = f"{key}={printable(str(root / place))}" if place else ""
+        used.append(f"'{setting}'" if "*" in place else setting)
+    help_ = f"use {' '.join(used)}"
+    if not all(used):
+        help_ = (
+            "put the files of each set in a folder of its own, and name them as data.path and as "
+            f"data.validation.{list(sets)[-1]}.path"
+        )
+    names = " and ".join(
+        f"{files[0]}/" if len(files) == 1 and (root / files[0]).is_dir() else name
+        for name, files in sets.items()
+    )
+    return DataError(f"{what.format(printable(names))}: {help_}")
 
 
 def inside(root: Path, name: str, where: str) -> Path:

@@ -97,9 +97,12 @@ class ShardsDataConfig(ImageDataConfig):
         for part, samples in missing.items():
             if len(samples) and self.broken != SKIP:
                 names = " or ".join(self.choice(part).names)
+                held = ", ".join(members.fields_of(int(samples[0])))
+                more = f", as {len(samples) - 1} more have not" if len(samples) > 1 else ""
                 raise DataError(
-                    f"{members.where_sample(int(samples[0]))} has no field {printable(names)}, as {len(samples) - 1} "
-                    f"more have not: set data.{part}, or leave them out (data.broken=skip)"
+                    f"{members.where_sample(int(samples[0]))} has no field {printable(names)} but {printable(held)}"
+                    f"{more}: set data.{part}, write the fields of a sample one after another, or leave them out "
+                    "(data.broken=skip)"
                 )
         samples = np.arange(len(chosen[INPUTS]))
         return samples[(chosen[INPUTS] >= 0) & (chosen[TARGETS] >= 0)]
@@ -249,6 +252,12 @@ class Members:
         """Return the name of a sample, for error messages."""
         archive = int(self._index.arrays["archives"][self._index.arrays["starts"][sample]])
         return f"{self._archives.where(archive)}: the sample {printable(self._name(sample))}"
+
+    def fields_of(self, sample: int) -> list[str]:
+        """Return the fields that a sample has."""
+        starts = [*self._index.arrays["starts"], len(self.sizes)]
+        items = self._index.arrays["fields"][starts[sample] : starts[sample + 1]]
+        return [self._fields[each] for each in items]
 
     def fingerprint(self, rows: Numbers) -> str:
         """Return a digest of the names and sizes of all members, and of the selected ``rows``."""

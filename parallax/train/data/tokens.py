@@ -22,7 +22,7 @@ from parallax.model.source import ModelConfig
 from parallax.plan.tier import AUTO
 from parallax.train.data.indexed import IndexedDataConfig
 from parallax.train.data.order import Numbers, Permutation, Seeds
-from parallax.train.data.paths import data_path, files_below
+from parallax.train.data.paths import check_sets, data_path, files_below
 from parallax.train.data.source import Shapes
 from parallax.train.data.table import Table, Values
 from parallax.train.data.token_file import (
@@ -142,10 +142,10 @@ class TokensDataConfig(IndexedDataConfig):
         if not path.is_dir():
             found = [path.with_suffix(".bin") if path.suffix == ".idx" else path]
         else:
-            found = sorted(
-                path / each
-                for each in files_below(path, _SUFFIXES, f"data.path={printable(self.path)}")
-            )
+            label = f"data.path={printable(self.path)}"
+            names = files_below(path, _SUFFIXES, label)
+            check_sets(path, names, label)
+            found = sorted(path / each for each in names)
         if not found:
             raise DataError(
                 f"data.path={printable(self.path)}: no token files there; accepted are {' and '.join(_SUFFIXES)}"

@@ -163,8 +163,8 @@ def test_tables_that_are_refused(tmp_path: Path) -> None:
     (tmp_path / "rows" / "link.wav").symlink_to(tmp_path / "outside.wav")
     file = tmp_path / "rows" / "t.csv"
     for text, expected in (
-        ("", "its header has no column path and label"),
-        ("path,class\na.wav,1\n", "its header has no column label"),
+        ("", "its header has no column path, but nothing"),
+        ("path,kind\na.wav,1\n", "its header has no column label"),
         ("path,label\n", "there is no sound file"),
         ("path,label\na.wav\n", "t.csv: line 2: a path and a label are needed"),
         ("path,label\na.wav,1\nb.wav,1\n", "t.csv: line 3: cannot open b.wav"),

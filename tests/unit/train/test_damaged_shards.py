@@ -91,7 +91,8 @@ def test_samples_without_a_field_are_refused_or_left_out(root: Path) -> None:
     tar(root / "s-03.tar", [("x.txt", b"x"), ("0.png", encoded(smooth(8, 8))), *broken])
     text = line(root)
     assert re.search(
-        r"s-03\.tar: the sample x has no field jpg or jpeg or png or webp, as 0 more", text
+        r"s-03\.tar: the sample x has no field jpg or jpeg or png or webp but txt: set data.inputs",
+        text,
     )
     assert whole(root, broken="skip")[1].tolist() == [number % 5 for number in range(24)]
     assert len(whole(root, inputs="npy", broken="skip")[1]) == 24

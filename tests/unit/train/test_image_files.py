@@ -269,7 +269,7 @@ def test_folders_without_classes_are_refused(tmp_path: Path) -> None:
     assert "it is a file; name a folder" in line(empty / "x.png")
     assert "No such file or directory; name a file or folder that exists" in line(empty / "gone")
     (empty / "class").mkdir()
-    assert "the folder class holds no images, so it is no class; name a folder" in line(empty)
+    assert "the folder class holds no images, so it is no class: remove it" in line(empty)
 
 
 def test_training_and_held_out_folders_are_not_mixed(tmp_path: Path) -> None:
@@ -339,8 +339,14 @@ def test_a_table_that_changes_is_read_again(root: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ("", r"no column path and label, but nothing"),
-        ("file,label\nx,1\n", r"no column path, but file, label"),
+        ("", r"no column path, but nothing; the first line names the columns"),
+        ("id,label\nx,1\n", r"no column path, but id, label; the first line names the columns"),
+        ("path,kind\nx,1\n", r"no column label, but path, kind; the first line"),
+        ("file,image,label\nx,y,1\n", r"may be the path \(file, image\); name one of them path"),
+        (
+            "path,label,split\nbees/001.png,1,train\nbees/002.png,1,val\n",
+            r"its column split has rows of train, val, .*write a table for each",
+        ),
         ("path,label\n", r"no rows below its header"),
         ("path,label\nbees/001.png,\n", r"line 2: a path and a label are needed"),
         ("path,label\nbees/001.png\n", r"line 2: a path and a label are needed"),

@@ -216,3 +216,127 @@ def test_empty_lists_and_the_index_of_pandas_in_parquet(here: Path) -> None:
     assert list(inputs) == ["x", "empty"]
     assert inputs["empty"].shape == (4, 0)
     assert rows_of([*settings, "data.inputs=[x,id]"]) == 6
+
+
+SETS = {"tokens": "bin", "parquet": "parquet", "chat": "jsonl", "bytes of text": "txt"}
+
+
+@pytest.mark.parametrize("kind", SETS)
+@pytest.mark.parametrize("names", [("train", "val"), ("x_train/0", "x_test/0", "x_test/1")])
+def test_files_of_training_and_held_out_rows_are_not_mixed(
+    here: Path, kind: str, names: tuple[str, ...]
+) -> None:
+    """The settings of the refusal read the rows."""
+    settings = written(kind, here / "rows")
+    one, end = files(here / "rows")[0], SETS[kind]
+    for name in names:
+        place = here / "sets" / f"{name}.{end}"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(one, place)
+    settings = [each.replace(f"{here}/rows", f"{here}/sets") for each in settings]
+    found = line(settings)
+    assert "which are sets of their own: use data.path=" in found
+    used = found.partition(" use ")[2].split()
+    assert [each.partition("=")[0] for each in used] == [
+        "data.path",
+        f"data.validation.{'val' if 'val' in names else 'test'}.path",
+    ]
+    if kind == "bytes of text":  # too few for held-out rows
+        return
+    kept = [each for each in settings if not each.startswith("data.path=")]
+    sizes = [each for each in SIZES if each != "data.validation=0"]
+    source: Any = open_source(compose([*MODEL, *sizes, *kept, *used]))
+    assert len(source)
+    assert len(source.validation_sets) == 1
+
+
+def test_patterns_and_folders_of_their_own_read_sets_of_several_files(here: Path) -> None:
+    for kind, expected in (
+        ("parquet", f"use 'data.path={here}/a/**/*train*.parquet' 'data.validation.test.path="),
+        (
+            "tokens",
+            "put the files of each set in a folder of its own, and name them as data.path and",
+        ),
+    ):
+        settings = written(kind, here / "rows")
+        one = files(here / "rows")[0]
+        (here / "a").mkdir()
+        for name in ("train-0", "train-1", "test-0", "test-1"):
+            shutil.copy(one, here / "a" / f"{name}{one.suffix}")
+        settings = [each.replace(f"{here}/rows", f"{here}/a") for each in settings]
+        assert expected in line(settings)
+        (here / "a" / f"more{one.suffix}").write_bytes(one.read_bytes())
+        assert rows_of(settings)
+        shutil.rmtree(here / "a")
+        shutil.rmtree(here / "rows")
+
+
+def test_sounds_of_training_and_held_out_rows_are_not_classes(here: Path) -> None:
+    written("audio", here / "rows")
+    for name in ("Train/a", "Test/a"):
+        (here / "sets" / name).mkdir(parents=True)
+        shutil.copy(here / "rows" / "0.wav", here / "sets" / name)
+    settings = ["data=audio", f"data.path={here / 'sets'}", "data.seconds=0.5"]
+    assert (
+        "it holds Train/ and Test/, which are sets of rows and no classes: use "
+        f"data.path={here}/sets/Train data.validation.test.path={here}/sets/Test"
+    ) in line(settings)
+
+
+@pytest.mark.parametrize("kind", ["images", "audio"])
+def test_a_folder_above_the_classes_is_named(here: Path, kind: str) -> None:
+    written(kind, here / "rows")
+    one = files(here / "rows")[0]
+    for name in ("a", "b"):
+        (here / "above" / "data" / name).mkdir(parents=True)
+        shutil.copy(one, here / "above" / "data" / name)
+    settings = [f"data={kind}", f"data.path={here}/above"]
+    found = line(settings)
+    assert "its only class would be data, which holds the folders a, b" in found
+    used = found.partition("use ")[2].partition(";")[0]
+    assert rows_of([f"data={kind}", used]) == 2
+    shutil.copy(one, here / "above" / "data")  # so that it is a class
+    assert rows_of(settings) == 3
+
+
+def test_files_of_formats_that_are_not_read_are_named(here: Path) -> None:
+    """They would be rows that are missing."""
+    settings = written("images", here / "rows")
+    (here / "rows" / "__MACOSX" / "cat").mkdir(parents=True)
+    (here / "rows" / "__MACOSX" / "cat" / "._000.jpg").write_bytes(b"\0\5\x16\7")
+    whole = rows_of(settings)
+    (here / "rows" / "cat" / "x.HEIC").write_bytes(b"x")
+    assert "cat/x.HEIC is an image of a format that is not read; convert it" in line(settings)
+    (here / "rows" / "cat" / "x.HEIC").unlink()
+    assert rows_of(settings) == whole
+    written("audio", here / "sounds")
+    (here / "sounds" / "a").mkdir()
+    shutil.copy(here / "sounds" / "0.wav", here / "sounds" / "a")
+    (here / "sounds" / "a" / "x.m4a").write_bytes(b"x")
+    assert "x.m4a has a format that is not read; convert it (ffmpeg" in line(
+        ["data=audio", f"data.path={here / 'sounds'}"]
+    )
+    settings = written("bytes of text", here / "texts")
+    (here / "texts" / "z.txt").write_bytes("größe\n".encode("utf-16") * 9)
+    assert "z.txt is UTF-16; convert it (iconv -f UTF-16 -t UTF-8" in line(settings)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "filename,target\n0,5\n1,7\n",
+        "Image;Class\n0;5\n1;7\n",
+        "client\tpath\tlabel\n9,9\t0\t5\n9,9\t1\t7\n",
+        "fold,file_name,class,label\n1,0,a,5\n2,1,b,7\n",
+        "path,label,split\n0,5,train\n1,7,train\n",
+    ],
+)
+def test_columns_of_tables_have_the_usual_names(here: Path, text: str) -> None:
+    written("images", here / "rows")
+    for number, name in enumerate(files(here / "rows")[:2]):
+        shutil.copy(name, here / "rows" / str(number))
+    (here / "labels.csv").write_text(text)
+    settings = ["data=images", f"data.path={here / 'rows'}", "data.shuffle=false", "data.size=8"]
+    chosen = [*settings, f"data.labels={here / 'labels.csv'}"]
+    source = open_source(compose([*MODEL, *SIZES, *chosen]))
+    assert source.batch(2).targets(0, 2).tolist() == [5, 7]
