@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import hashlib
 import json
 import math
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
@@ -26,7 +28,7 @@ from parallax.model.source import BYTES, ModelConfig
 from parallax.plan.tier import AUTO
 from parallax.train.data.indexed import HELD_OUT, IndexedDataConfig
 from parallax.train.data.lines import LineTable
-from parallax.train.data.paths import check_folder_link, data_path, found_file
+from parallax.train.data.paths import check_folder_link, check_sets, data_path, found_file
 from parallax.train.data.progress import progress
 from parallax.train.data.source import Shapes
 from parallax.train.data.table import Table
@@ -63,7 +65,8 @@ class TextDataConfig(IndexedDataConfig):
     files to read in a folder, such as ``*.txt``. ``max_bytes``: the maximum bytes of text to read. ``tokenizer``: a
     ``tokenizer.json``, or a folder written by ``save_pretrained`` of transformers; empty for bytes. ``documents``:
     packed joins all files to one stream, with the tokenizer's end-of-text token after each file, and divides the stream
-    into rows; single starts a new row for each file; lines makes each line a row. Short rows are padded.
+    into rows; single starts a new row for each file; lines makes each line a row. Short rows are padded. ``field``: of
+    ``.jsonl`` files, the key of the text in each line, which then counts as a file of its own.
 
     A ``validation`` share holds out the end of a packed stream; auto is a twentieth, at most 128 Ki bytes or tokens.
     With single and lines, random rows are held out.
@@ -75,6 +78,7 @@ class TextDataConfig(IndexedDataConfig):
     max_bytes: int | str = "64MiB"
     tokenizer: str = ""
     documents: str = DOCUMENTS[0]
+    field: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,6 +90,11 @@ class TextDataConfig(IndexedDataConfig):
                 )
         parse_bytes(self.max_bytes, "data.max_bytes")
         check_choice("data.documents", self.documents, DOCUMENTS)
+        if self.field and (not self.tokenizer or self.documents == "lines"):
+            raise ConfigError(
+                f"data.field={printable(self.field)}: it needs a tokenizer (data.tokenizer=FOLDER), and "
+                "data.documents=packed or single"
+            )
         if self.documents != "packed" and not self.tokenizer:
             raise ConfigError(
                 f"data.documents={self.documents}: it needs a tokenizer (data.tokenizer=FOLDER); bytes are packed"
@@ -116,6 +125,8 @@ class TextDataConfig(IndexedDataConfig):
 
     def unlabelled(self, model: ModelConfig, *, quiet: bool = True) -> Table:  # noqa: ARG002
         """Return a row for each line of the files, with padding at its end, whatever ``documents`` is."""
+        if self.field:
+            raise DataError("data.field: rows without targets are lines; write the texts as lines")
         files = [file.path for file in find_text(self, sys.maxsize)]
         if not files:
             raise DataError(
@@ -237,10 +248,12 @@ def open_tokens(config: TextDataConfig, model: ModelConfig, *, quiet: bool = Tru
         dtype = np.uint16 if tokenizer.vocabulary <= 2**16 else np.uint32
         writer.begin(dtype, vocabulary=tokenizer.vocabulary, padding=tokenizer.end or 0)
         with progress("tokenizing text", size, quiet=quiet, in_bytes=True) as advance:
-            write_tokens(tokenizer, _parts(files, size), writer, advance, lines=lines)
+            parts = _parts(files, size)
+            write_tokens(tokenizer, parts, writer, advance, lines=lines, field=config.field)
 
     digest = digest_of_tokenizer(data_path("data.tokenizer", config.tokenizer))
-    found = open_token_file("text", [known, digest, lines], write)
+    fields = [config.field] if config.field else []
+    found = open_token_file("text", [known, digest, lines, *fields], write)
     check_vocabulary(model, found.notes["vocabulary"], named)
     return found
 
@@ -258,6 +271,9 @@ def _chosen(config: TextDataConfig) -> tuple[list[TextFile], int, list[Any]]:
     valid."""
     limit = parse_bytes(config.max_bytes, "data.max_bytes")
     files = list(find_text(config, limit))
+    if config.path != "auto" and (root := data_path("data.path", config.path)).is_dir():
+        names = [each.path.relative_to(root).as_posix() for each in files]
+        check_sets(root, names, f"data.path={printable(config.path)}")
     size = min(limit, sum(file.size for file in files))
     if not size:
         raise DataError(
@@ -265,6 +281,7 @@ def _chosen(config: TextDataConfig) -> tuple[list[TextFile], int, list[Any]]:
             f"{printable(config.pattern)}; name another folder or pattern (a file with a NUL byte in its "
             "first 8 KiB is no text)"
         )
+    _check_objects(config.field, files)
     known = [
         config.path,
         config.pattern,
@@ -272,6 +289,24 @@ def _chosen(config: TextDataConfig) -> tuple[list[TextFile], int, list[Any]]:
         [(os.fsencode(f.path).hex(), f.size, f.modified_ns) for f in files],
     ]
     return files, size, known
+
+
+def _check_objects(field: str, files: list[TextFile]) -> None:
+    """Raise :class:`DataError` if ``.jsonl`` files with texts are read as they are, or other files with a ``field``."""
+    for file in files:
+        where = f"data.path: {printable(str(file.path))}"
+        if file.path.suffix != ".jsonl":
+            if field:
+                raise DataError(
+                    f"{where} is no .jsonl file, of which data.field={printable(field)} is; narrow data.pattern "
+                    "(data.pattern=*.jsonl)"
+                )
+        elif not field:
+            with file.path.open("rb") as opened:
+                if re.match(rb'\s*\{[^\n]*"text"\s*:\s*"', opened.read(PIECE_BYTES)):
+                    raise DataError(
+                        f"{where} has texts in JSON objects; read them with data.field=text and data.tokenizer=FOLDER"
+                    )
 
 
 def find_text(config: TextDataConfig, limit: int) -> Iterator[TextFile]:
@@ -336,6 +371,13 @@ def _text_file(path: Path) -> TextFile | None:
         raise DataError(
             f"data.path: cannot read {printable(str(path))} ({error.strerror}); make it readable or narrow data.pattern"
         ) from error
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        with contextlib.suppress(UnicodeError):
+            head[: len(head) // 4 * 4].decode("utf-16")
+            raise DataError(
+                f"data.path: {printable(str(path))} is UTF-16; convert it (iconv -f UTF-16 -t UTF-8 IN > OUT), or "
+                "narrow data.pattern"
+            )
     return (
         TextFile(path, status.st_size, status.st_mtime_ns) if head and b"\0" not in head else None
     )

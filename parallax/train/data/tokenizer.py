@@ -15,6 +15,8 @@ from __future__ import annotations
 import codecs
 import contextlib
 import hashlib
+import itertools
+import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -219,10 +221,11 @@ def write_tokens(
     advance: Callable[[int], None],
     *,
     lines: bool = False,
+    field: str = "",
 ) -> None:
-    """Write each file as one document of tokens; with ``lines``, each non-empty line. ``files``: (path, bytes to read,
-    whether this is the whole file)."""
-    reader = _Reader(tokenizer, advance, lines=lines)
+    """Write each file as one document of tokens; with ``lines``, each non-empty line; with ``field``, the text at this
+    key of the JSON object in each line. ``files``: (path, bytes to read, whether this is the whole file)."""
+    reader = _Reader(tokenizer, advance, lines=lines, field=field)
     with parallel_encoding(tokenizer.encode) as encode:
         for pieces in _batches(reader.pieces(files)):
             for piece, ids in zip(pieces, encode([each.before + each.text for each in pieces])):
@@ -242,15 +245,26 @@ class _Reader:
     """Reads files in pieces."""
 
     def __init__(
-        self, tokenizer: TextTokenizer, advance: Callable[[int], None], *, lines: bool
+        self,
+        tokenizer: TextTokenizer,
+        advance: Callable[[int], None],
+        *,
+        lines: bool,
+        field: str = "",
     ) -> None:
         self._tokenizer, self._advance, self._lines = tokenizer, advance, lines
+        self._field = field
         self.not_utf8: list[Path] = []
 
     def pieces(self, files: Iterable[tuple[Path, int, bool]]) -> Iterator[TextPiece]:
         for path, size, whole in files:
             texts = self._texts(path, size, whole=whole)
-            yield from self._of_lines(path, texts) if self._lines else self._of_file(path, texts)
+            if self._field:
+                yield from self._of_objects(path, texts, whole=whole)
+            else:
+                yield from (
+                    self._of_lines(path, texts) if self._lines else self._of_file(path, texts)
+                )
 
     def _texts(self, path: Path, size: int, *, whole: bool) -> Iterator[str]:
         """Yield the text of a file in blocks. ``whole``: the file is read to its end; otherwise an incomplete last
@@ -281,6 +295,33 @@ class _Reader:
             self._check_length(path, rest)
         if rest.strip():
             yield TextPiece(rest)
+
+    def _of_objects(self, path: Path, texts: Iterator[str], *, whole: bool) -> Iterator[TextPiece]:
+        """Yield the text of each line's JSON object. Of a part of a file, an incomplete last line is dropped."""
+        rest, number = "", 0
+        for text in itertools.chain(texts, ["\n"] if whole else []):
+            *complete, rest = (rest + text).split("\n")
+            for line in complete:
+                number += 1
+                where = f"{printable(str(path))}, line {number}"
+                if line.strip() and (found := self._text_at(line, where)):
+                    yield TextPiece(found)
+            self._check_length(path, rest)
+
+    def _text_at(self, line: str, where: str) -> str:
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{where}: it is no JSON ({printable(str(error)):.200}); correct or remove the line"
+            ) from error
+        if not isinstance(found, dict) or not isinstance(text := found.get(self._field), str):
+            held = ", ".join(found) if isinstance(found, dict) else type(found).__name__
+            raise DataError(
+                f"{where}: it has no text {printable(self._field)}, but {printable(held)}; name another field "
+                "(data.field=KEY), or remove the line"
+            )
+        return text.encode("utf-8", "replace").decode("utf-8")  # half of a pair of surrogates
 
     def _of_file(self, path: Path, texts: Iterator[str]) -> Iterator[TextPiece]:
         rest, before, skipped = "", "", 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import itertools
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -307,3 +308,41 @@ def test_a_byte_order_mark_and_special_tokens_in_text_are_tokens(tmp_path: Path)
     folder = corpus(tmp_path / "texts", codecs.BOM_UTF8 + f"one{END}two".encode())
     found = tokens_of(folder, save(tmp_path / "tokenizer")).tokens.tolist()
     assert found.count(0) == 2
+
+
+def test_texts_in_json_objects_are_documents(tmp_path: Path) -> None:
+    tokenizer, texts = save(tmp_path / "tokenizer"), ["one two\nthree", "größe", "", "four 😀" * 9]
+    objects = [json.dumps({"id": place, "text": text}) for place, text in enumerate(texts)]
+    folder = corpus(tmp_path / "texts", "\n".join([objects[0], "", *objects[1:3]]), objects[3])
+    for place in folder.iterdir():
+        place.rename(place.with_suffix(".jsonl"))
+    found = tokens_of(folder, tokenizer, field="text")
+    expected = [[*plain_ids(byte_bpe(), text), 0] for text in texts if text]
+    assert found.tokens.tolist() == list(itertools.chain(*expected))
+    assert found.ends.tolist() == np.cumsum(list(map(len, expected))).tolist()
+    part = tokens_of(folder, tokenizer, field="text", max_bytes=len(objects[0]) + 9)
+    assert part.tokens.tolist() == expected[0]
+    assert len(source(folder, tokenizer, field="text", documents="single", validation=0)) >= 3
+
+
+def test_json_objects_that_are_no_texts_are_named(tmp_path: Path) -> None:
+    tokenizer, folder = save(tmp_path / "tokenizer"), corpus(tmp_path / "texts", '{"text": "a"}\n')
+    (place,) = folder.iterdir()
+    refused = pytest.raises((DataError, ConfigError), match=r"000.txt is no .jsonl file")
+    with refused:
+        tokens_of(folder, tokenizer, field="text")
+    place = place.rename(folder / "a.jsonl")
+    for content, options, message in (
+        ('{"text": "a"}', {}, "a.jsonl has texts in JSON objects; read them with data.field=text"),
+        ('{"id": 1, "text": "a"}', {"field": "b"}, "line 1: it has no text b, but id, text; name"),
+        ('{"text": "a"}\n{"text": 1}', {"field": "text"}, "line 2: it has no text text, but text"),
+        ('{"text": "a"}\n[]', {"field": "text"}, "line 2: it has no text text, but list"),
+        ('{"text": "a"}\n{', {"field": "text"}, "line 2: it is no JSON"),
+        ('{"text": "a"}', {"field": "text", "documents": "lines"}, "data.field=text: it needs a"),
+    ):
+        place.write_text(content)
+        with pytest.raises((DataError, ConfigError), match=message) as error:
+            tokens_of(folder, tokenizer, **options)
+        assert str(error.value).isprintable()
+    place.write_text('{"id": 1}\n')  # as it is
+    assert len(tokens_of(folder, tokenizer).tokens)
