@@ -24,7 +24,7 @@ from parallax.errors import ConfigError, DataError, check_choice, printable
 from parallax.model.source import ModelConfig
 from parallax.plan.tier import AUTO
 from parallax.train.data.indexed import IndexedDataConfig
-from parallax.train.data.paths import data_path, files_below
+from parallax.train.data.paths import check_sets, data_path, files_below
 from parallax.train.data.progress import progress
 from parallax.train.data.source import Shapes
 from parallax.train.data.table import Table
@@ -49,19 +49,26 @@ from parallax.train.data.tokenizer import (
 logger = logging.getLogger("parallax")
 
 TOO_LONG = ("truncate", "drop")
-PAIRS = (("prompt", "completion"), ("instruction", "output"), ("question", "answer"))
+PAIRS = (
+    ("prompt", "completion"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("question", "answer"),
+    ("prompt", "response"),
+    ("query", "response"),
+    ("input", "output"),
+)
 ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "ai", "bot", "bing"), "assistant"),
+    "function_call": "assistant",
     "system": "system",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
+    **dict.fromkeys(("tool", "function", "observation"), "tool"),
 }
+"""Names of roles, in lower case, and the role that the template knows."""
 _SUFFIXES = (".jsonl", ".parquet")
+_READ = (*_SUFFIXES, ".ndjson", ".json")  # as a file by name
+_LARGEST_JSON = 2**31  # bytes
 _LONGEST_LINE = 2**26  # bytes
 _BATCH = 512  # conversations that are tokenized at once
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -75,10 +82,10 @@ Advance = Callable[[int], None]
 class ChatDataConfig(IndexedDataConfig):
     """Conversations. Only the assistant's tokens are targets of the loss.
 
-    ``path``: a ``.jsonl`` or ``.parquet`` file, or a folder with such files. ``tokenizer``: a folder written by
-    ``save_pretrained`` of transformers. ``template``: a file with a chat template; auto uses the tokenizer's template.
-    ``too_long``: truncate shortens a conversation to its first ``model.sequence`` tokens, and skips it if none of them
-    is the assistant's; drop skips every longer conversation.
+    ``path``: a ``.jsonl`` or ``.parquet`` file, a folder with such files, or a ``.json`` file with one list.
+    ``tokenizer``: a folder written by ``save_pretrained`` of transformers. ``template``: a file with a chat template;
+    auto uses the tokenizer's template. ``too_long``: truncate shortens a conversation to its first ``model.sequence``
+    tokens, and skips it if none of them is the assistant's; drop skips every longer conversation.
     """
 
     name: str = "chat"
@@ -229,10 +236,11 @@ class ChatTemplate:
         the difference.
         """
         if self._marked:
-            return self._rendered(messages, tools, where)
+            text, spans = self._rendered(messages, tools, where)
+            return text, _weighted(messages, spans, where)
         (text, _), spans = self._rendered(messages, tools, where), Spans()
         for place, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or message.get("weight") == 0:
                 continue
             before, _ = self._rendered(messages[:place], tools, where, prompts=True)
             through, _ = self._rendered(messages[: place + 1], tools, where)
@@ -273,6 +281,19 @@ class ChatTemplate:
         return [(each.ids, each.offsets) for each in found]
 
 
+def _weighted(messages: Messages, spans: Spans, where: str) -> Spans:
+    """Return the ``spans`` of the answers without those of weight 0."""
+    weights = [each.get("weight") for each in messages if each["role"] == "assistant"]
+    if 0 not in weights:
+        return spans
+    if len(weights) != len(spans):
+        raise DataError(
+            f"{where}: it has answers of weight 0, and the template marks {len(spans)} parts of {len(weights)} "
+            "answers; give a template that marks each answer once (data.template=FILE), or remove the weights"
+        )
+    return [span for span, weight in zip(spans, weights) if weight != 0]
+
+
 def marked(ids: list[int], offsets: Spans, spans: Spans) -> NDArray[np.int64]:
     """Return ``ids``, with ``NO_TARGET`` added to the ids of tokens that lie outside of all ``spans``."""
     found = np.asarray(ids, dtype=np.int64) + NO_TARGET
@@ -291,12 +312,15 @@ def _find(path: Path, text: str) -> list[Path]:
     """Return the conversation files: ``path`` itself, or the files in this folder, sorted."""
     if path.is_dir():
         label = f"data.path={printable(text)}"
-        found = sorted(path / each for each in files_below(path, _SUFFIXES, label))
+        names = files_below(path, _SUFFIXES, label)
+        check_sets(path, names, label)
+        found = sorted(path / each for each in names)
     else:
-        found = [path] if path.suffix in _SUFFIXES else []
+        found = [path] if path.suffix.lower() in _READ else []
     if not found:
         raise DataError(
-            f"data.path={printable(text)}: no conversations there; accepted are {' and '.join(_SUFFIXES)} files"
+            f"data.path={printable(text)}: no conversations there; accepted are {' and '.join(_SUFFIXES)} files, a "
+            "folder of them, and one .json file with a list; decompress other files, or convert them"
         )
     return found
 
@@ -307,7 +331,7 @@ def _write(
     with parallel_encoding(template.encode) as encode:
         for batch in _batches(examples):
             rendered = [
-                template.render(conversation(example, where), example.get("tools"), where)
+                template.render(conversation(example, where), _tools(example, where), where)
                 for where, example in batch
             ]
             encoded = encode([text for text, _ in rendered])
@@ -333,7 +357,8 @@ def _batches(examples: Iterator[tuple[str, Any]]) -> Iterator[list[tuple[str, An
 def _examples(files: list[Path], advance: Advance) -> Iterator[tuple[str, Any]]:
     """Yield (place, example) pairs, where place names the file and line for error messages."""
     for file in files:
-        read = _of_parquet if file.suffix == ".parquet" else _of_lines
+        kinds = {".parquet": _of_parquet, ".json": _of_list}
+        read = kinds.get(file.suffix.lower(), _of_lines)
         for where, example in read(file, advance):
             if not isinstance(example, Mapping):
                 raise DataError(f"{where}: it is a {type(example).__name__}, and must be a mapping")
@@ -356,6 +381,21 @@ def _of_lines(path: Path, advance: Advance) -> Iterator[tuple[str, Any]]:
                 raise DataError(
                     f"{name}, line {number}: it is no JSON ({printable(str(error)):.200}); correct or remove the line"
                 ) from error
+
+
+def _of_list(path: Path, advance: Advance) -> Iterator[tuple[str, Any]]:
+    name = printable(str(path))
+    try:
+        found = json.loads(read_text(path, _LARGEST_JSON))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"{name}: it is no JSON ({printable(str(error)):.200}); a file with an object in each line is named .jsonl"
+        ) from error
+    if not isinstance(found, list):
+        raise DataError(f"{name}: it is a {type(found).__name__}, and must be a list of examples")
+    advance(path.stat().st_size)
+    for number, example in enumerate(found):
+        yield f"{name}, example {number + 1}", example
 
 
 def _of_parquet(path: Path, advance: Advance) -> Iterator[tuple[str, Any]]:
@@ -385,6 +425,7 @@ def conversation(example: Mapping[str, Any], where: str) -> Messages:
     lists = (example.get(key) for key in ("messages", "conversations"))
     if (found := next((each for each in lists if each is not None), None)) is None:
         found = _of_pair(example, where)
+    found = _parsed(found, "messages", where)
     if not isinstance(found, list) or not found or not all(isinstance(m, Mapping) for m in found):
         raise DataError(f"{where}: its messages must be a list of mappings with role and content")
     messages = [_message(each, where) for each in found]
@@ -394,13 +435,30 @@ def conversation(example: Mapping[str, Any], where: str) -> Messages:
     return messages
 
 
+def _tools(example: Mapping[str, Any], where: str) -> Any:
+    return _parsed(example.get("tools"), "tools", where) or None
+
+
+def _parsed(value: Any, key: str, where: str) -> Any:
+    """Return ``value``, or, of a JSON text, what it holds."""
+    if not isinstance(value, str) or not value.strip():
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{where}: its {key} are a text that is no JSON ({printable(str(error)):.200})"
+        ) from error
+
+
 def _of_pair(example: Mapping[str, Any], where: str) -> Any:
     for asked, answered in PAIRS:
         question, answer = example.get(asked), example.get(answered)
         if isinstance(question, list) and isinstance(answer, list):
             return question + answer
         if isinstance(question, str) and isinstance(answer, str):
-            if asked == "instruction" and isinstance(more := example.get("input"), str) and more:
+            more = example.get("input") or example.get("context")
+            if asked == "instruction" and isinstance(more, str) and more:
                 question = f"{question}\n\n{more}"
             return [
                 {"role": "user", "content": question},
@@ -414,18 +472,31 @@ def _of_pair(example: Mapping[str, Any], where: str) -> Any:
 
 
 def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return ``message`` without its null keys, after checking that it has a role. Parquet files give all keys to every
-    message."""
+    """Return ``message`` without its null keys, after checking that it has a role and content. Parquet files give all
+    keys to every message."""
     found = {key: value for key, value in message.items() if value is not None or key == "content"}
     if "role" not in found and "from" in found:
         name = str(found["from"])
-        if name not in ROLES:
+        if name.lower() not in ROLES:
             raise DataError(
                 f"{where}: a message is from {printable(name)}; accepted are {', '.join(ROLES)}"
             )
-        return {"role": ROLES[name], "content": found.get("value", "")}
-    if not isinstance(found.get("role"), str):
+        found["content"] = found.get("value", found.get("content"))
+        found = {"role": ROLES[name.lower()]} | {
+            key: found[key] for key in ("content", "weight") if key in found
+        }
+    role = found.get("role")
+    if not isinstance(role, str):
         raise DataError(
             f"{where}: a message has no role; accepted are mappings of role and content"
+        )
+    if (known := ROLES.get(role.lower())) in ("user", "assistant"):
+        found["role"] = known
+    if not isinstance(found.get("content"), str | list | int | float) and not found.get(
+        "tool_calls"
+    ):
+        raise DataError(
+            f"{where}: a message of {printable(role)} has no content, but the keys {printable(', '.join(found))}; "
+            "accepted is a text"
         )
     return found

@@ -177,6 +177,33 @@ PAIR = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "tw
         ),
         ({"question": "one", "answer": "two", "id": 7}, PAIR),
         (
+            {"instruction": "one", "context": "more", "response": "two"},
+            [{"role": "user", "content": "one\n\nmore"}, PAIR[1]],
+        ),
+        ({"prompt": "one", "response": "two"}, PAIR),
+        ({"query": "one", "response": "two"}, PAIR),
+        ({"input": "one", "output": "two"}, PAIR),
+        ({"messages": json.dumps(PAIR)}, PAIR),
+        ({"messages": [{**each, "role": each["role"].title()} for each in PAIR]}, PAIR),
+        (
+            {
+                "messages": [
+                    {"role": "human", "content": "one"},
+                    {"role": "model", "content": "two"},
+                ]
+            },
+            PAIR,
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "Human", "value": "one", "text": None},
+                    {"from": "GPT", "value": "two", "weight": 0},
+                ]
+            },
+            [PAIR[0], {**PAIR[1], "weight": 0}],
+        ),
+        (
             {"system": "be brief", "question": "one", "answer": "two"},
             [{"role": "system", "content": "be brief"}, *PAIR],
         ),
@@ -195,10 +222,22 @@ def test_examples_of_all_kinds(example: dict[str, Any], messages: Any) -> None:
         ("[1, 2]", "it is a list, and must be a mapping"),
         ('{"text": "one"}', "its keys are text; accepted are messages, conversations, and pairs"),
         ('{"messages": []}', "its messages must be a list of mappings"),
-        ('{"messages": "one"}', "its messages must be a list of mappings"),
+        ('{"messages": "one"}', "its messages are a text that is no JSON"),
+        (
+            '{"messages": [{"role": "user", "text": "one"}]}',
+            "user has no content, but the keys role, text",
+        ),
+        ('{"messages": [{"role": "user", "content": null}]}', "a message of user has no content"),
+        (
+            '{"conversations": [{"from": "human", "text": "one"}]}',
+            "a message of user has no content",
+        ),
         ('{"messages": ["one"]}', "its messages must be a list of mappings"),
         ('{"messages": [{"content": "one"}]}', "a message has no role"),
-        ('{"conversations": [{"from": "bing", "value": "one"}]}', "a message is from bing"),
+        (
+            '{"conversations": [{"from": "moderator", "value": "one"}]}',
+            "a message is from moderator",
+        ),
         ('{"messages": [{"role": "user", "content": "one"}]}', "no answer of the assistant"),
         ('{"question": "one", "answer": "\\ud800"}', "the chat template does not accept it"),
         ('{"question": "one", "answer": null}', "its keys are question, answer"),
@@ -215,6 +254,51 @@ def test_a_corrupt_line_is_named_with_file_and_number(
         source(path, tokenizer)
     assert str(error.value).startswith(f"{path}, line 3: ")
     assert "\n" not in str(error.value)
+
+
+def test_answers_of_weight_0_are_no_targets(tmp_path: Path, tokenizer: Path) -> None:
+    told = [*PAIR, PAIR[0], {"role": "assistant", "content": "three"}]
+    weighted = [each | {"weight": int(place != 1)} for place, each in enumerate(told)]
+    path = write(tmp_path / "chat.jsonl", {"messages": told}, {"messages": weighted})
+    save(tmp_path / "marking", template=MARKED)
+    for folder in (tokenizer, tmp_path / "marking"):
+        batch = source(path, folder, shuffle=False).batch(2)
+        assert torch.equal(*batch.inputs(0, 2))
+        one, other = (batch.targets(0, 2) != -100).tolist()
+        first = one.index(True)
+        assert other.index(True) > one.index(False, first)
+        assert [a for a, b in zip(one, other) if b] == [True] * sum(other)
+    blocks = MARKED.replace(
+        "{% generation %}", "{% generation %}{% endgeneration %}{% generation %}"
+    )
+    save(tmp_path / "twice", template=blocks)
+    with pytest.raises(DataError, match=r"line 2: it has answers of weight 0"):
+        source(path, tmp_path / "twice")
+
+
+def test_a_json_file_holds_one_list(tmp_path: Path, tokenizer: Path) -> None:
+    pair = {"messages": PAIR}
+    lines = write(tmp_path / "chat.jsonl", pair, pair, {"messages": CHAT})
+    (tmp_path / "chat.json").write_text(json.dumps([pair, pair, {"messages": CHAT}], indent=1))
+    expected = rows_of(source(lines, tokenizer))
+    assert rows_of(source(tmp_path / "chat.json", tokenizer)) == expected
+    lines.rename(tmp_path / "chat.JSONL")
+    assert rows_of(source(tmp_path / "chat.JSONL", tokenizer)) == expected
+    for content, message in (
+        ('{"messages": []}', "it is a dict, and must be a list of examples"),
+        ('[{"text": "x"}]', "chat.json, example 1: its keys are text"),
+        ("[1,", r"chat.json: it is no JSON .* in each line is named .jsonl"),
+    ):
+        (tmp_path / "chat.json").write_text(content)
+        with pytest.raises(DataError, match=message):
+            source(tmp_path / "chat.json", tokenizer)
+
+
+def test_tools_may_be_a_text(tmp_path: Path, tokenizer: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    texts = [None, "", "[]", json.dumps(tools), tools]
+    path = write(tmp_path / "chat.jsonl", *({"messages": PAIR, "tools": each} for each in texts))
+    assert len(source(path, tokenizer)) == 5
 
 
 def test_bytes_that_are_no_utf8_are_named_with_line(tmp_path: Path, tokenizer: Path) -> None:
