@@ -31,6 +31,7 @@ from parallax.train.data.table import (
     TARGETS,
     Table,
     Values,
+    check_collated,
     digest_of,
     draws_numbers,
     host_states,
@@ -86,6 +87,7 @@ class DatasetDataConfig(IndexedDataConfig):
     def _created(self) -> tuple[Any, Collate]:
         """Return the user's dataset and the function that makes batches of its examples."""
         made = call_target("data", self.target, self.kwargs)
+        self._check_made(made)
         collate: Collate = default_collate
         if isinstance(made, DataLoader):
             self._check_loader(made)
@@ -94,12 +96,41 @@ class DatasetDataConfig(IndexedDataConfig):
             made, collate = made
         if self.collate != AUTO:
             collate = load_target("data.collate", self.collate)
-        if getattr(made, "_format_type", "none") is None and hasattr(made, "with_format"):
-            made = made.with_format("torch")  # of Hugging Face: lists of numbers become tensors
-        return made, collate
+        return _of_tensors(made), collate
+
+    def _check_made(self, made: Any) -> None:
+        """Raise :class:`DataError` for the usual objects that are returned in place of a dataset."""
+        several = made if isinstance(made, tuple | list) and made else ()
+        keys = list(made)[:9] if isinstance(made, Mapping) and 0 not in made else []
+        what = ""
+        if isinstance(made, type):
+            what = f"the class {made.__name__}: return an object of it"
+        elif keys:
+            what = (
+                f"a {type(made).__name__} with the keys {', '.join(map(str, keys))}: return one dataset "
+                "(data.kwargs.split=train, if the target is datasets.load_dataset)"
+            )
+        elif several and all(isinstance(each, Dataset | DataLoader) for each in several):
+            what = f"a {type(made).__name__} of {len(several)} datasets: return one"
+        elif hasattr(made, "iloc"):
+            what = (
+                f"a {type(made).__name__} of pandas: return datasets.Dataset.from_pandas(frame), or a TensorDataset of "
+                "its columns"
+            )
+        if what:
+            raise DataError(
+                f"{self.label} returned {what}; held-out rows have arguments of their own "
+                "(data.validation.NAME.kwargs.KEY=VALUE)"
+            )
 
     def _check_loader(self, loader: DataLoader[Any]) -> None:
-        """Raise :class:`ConfigError` if a loader sets an order of rows, because the run decides the order."""
+        """Raise :class:`ConfigError` if a loader's dataset makes batches itself, or if the loader sets an order of
+        rows, because the run decides both."""
+        if loader.batch_size is None and loader.batch_sampler is None:
+            raise ConfigError(
+                f"{self.label}: its DataLoader has batch_size=None, so its dataset makes the batches: return a dataset "
+                "of single examples, of which trainer.global_batch make a step"
+            )
         if isinstance(loader.dataset, IterableDataset):
             return
         for name, usual in (
@@ -160,12 +191,20 @@ class Split:
         if isinstance(batch, Mapping):
             return self._of_mapping(batch)
         if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) >= 2:
-            *inputs, targets = batch
+            *inputs, targets = self._targets_last(batch)
             return {INPUTS: inputs[0] if len(inputs) == 1 else tuple(inputs), TARGETS: targets}
         raise DataError(
             f"{self.label}: an example must be a pair (inputs, targets), a longer tuple with the targets last, or a "
             f"mapping or dataclass, and a batch of them is a {type(batch).__name__}"
         )
+
+    def _targets_last(self, batch: Sequence[Any]) -> Sequence[Any]:
+        """Return the values of a tuple with the targets last. Of a named tuple, they may be any field."""
+        names = getattr(batch, "_fields", ())
+        known = TARGET_KEYS if self.targets == AUTO else (self.targets,)
+        if (key := next((each for each in known if each in names), "")) == "":
+            return batch
+        return *(each for name, each in zip(names, batch) if name != key), getattr(batch, key)
 
     def _of_mapping(self, batch: Mapping[str, Any]) -> Values:
         key = self.targets
@@ -192,6 +231,7 @@ _WHOLE_BATCHES = (
 )
 
 
+_NAMED_ROWS = 8  # of a batch, in error messages
 _CHECKED_ROWS = 8  # of fewer rows, a check of the generators costs more than seeding them
 
 
@@ -212,7 +252,10 @@ class DatasetTable:
                     "iterable one, or a DataLoader"
                 )
         self._dataset, self._collate, self._split, self._label = dataset, collate, split, label
-        self._rows = len(dataset)
+        try:
+            self._rows = len(dataset)
+        except Exception as error:
+            raise DataError(f"{label}: its __len__: {placed(error)}") from error
         if not self._rows:
             raise DataError(f"{label}: the dataset has no rows")
         # Hugging Face's read many rows at once, and without a transform draw nothing.
@@ -221,6 +264,8 @@ class DatasetTable:
         if getattr(type(dataset), "__getitem__", None) is Dataset.__getitem__:  # which is abstract
             self._row = lambda row: dataset.__getitems__([row])[0]
         self._at_once = kind != "custom" and hasattr(dataset, "__getitems__")
+        self._set_epoch = getattr(dataset, "set_epoch", None)
+        self._epoch, self._epochs = -1, list[int]()
         self._draws = False  # whether a row has drawn from the generators of Python or numpy
         self.whole_batches = collate is not default_collate and self._collate_draws()
         self.remarks = [_WHOLE_BATCHES.format(label)] if self.whole_batches else []
@@ -229,17 +274,27 @@ class DatasetTable:
     def __len__(self) -> int:
         return self._rows
 
+    def set_epochs(self, epochs: Numbers) -> None:
+        """Set the epochs of the rows of the next :meth:`read`, for a dataset with a method ``set_epoch``."""
+        self._epochs = epochs.tolist()
+
     def read(self, rows: Numbers, seeds: Seeds, parts: frozenset[str]) -> Values:  # noqa: ARG002
         with own_generators():
             with timed("read"):
                 examples = self._examples(rows, seeds)
+            self._epochs = []
             with timed("collate"):
                 seed_all(int(seeds[0]))
-                return self._split(self._collated(examples, rows))
+                found = self._split(self._collated(examples, rows))
+                check_collated(self._label, found, len(rows))
+                return found
 
     def _examples(self, rows: Numbers, seeds: Seeds) -> list[Any]:
         if self._at_once:
-            return list(self._dataset.__getitems__(rows.tolist()))
+            try:
+                return list(self._dataset.__getitems__(rows.tolist()))
+            except Exception as error:
+                raise DataError(f"{self._label}: {_named(rows)}: {placed(error)}") from error
         if not self._draws and len(rows) >= _CHECKED_ROWS:
             # Seeding the generators of Python and numpy takes most of the time. If their states are the same after all
             # rows, no row has drawn from them.
@@ -253,11 +308,15 @@ class DatasetTable:
 
     def _seeded(self, rows: Numbers, seeds: Seeds, seed_row: Callable[[int], None]) -> list[Any]:
         found = []
-        for row, seed in zip(rows.tolist(), seeds.tolist()):
-            seed_row(seed)
+        epochs = self._epochs or itertools.repeat(0)
+        for row, seed, epoch in zip(rows.tolist(), seeds.tolist(), epochs):
             try:
+                if callable(self._set_epoch) and epoch != self._epoch:
+                    self._set_epoch(epoch)
+                    self._epoch = epoch
+                seed_row(seed)
                 found.append(self._row(row))
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise DataError(f"{self._label}: row {row}: {placed(error)}") from error
         return found
 
@@ -272,14 +331,11 @@ class DatasetTable:
         try:
             return self._collate(examples)
         except Exception as error:
-            hint = ""
-            if self._collate is default_collate:
-                hint = (
-                    "; where examples have several sizes, pad them in a function of your own "
-                    "(data.collate=package.module:function, which makes a batch of a list of examples)"
-                )
+            hint = _hint(error) if self._collate is default_collate else ""
+            if empty := [str(row) for row, each in zip(rows, examples) if each is None]:
+                hint = f"; row {empty[0]} is None: leave it out (torch.utils.data.Subset(dataset, indices))"
             raise DataError(
-                f"{self._label}: rows {int(rows[0])} to {int(rows[-1])} do not make a batch: {placed(error)}{hint}"
+                f"{self._label}: {_named(rows)}: no batch can be made: {placed(error)}{hint}"
             ) from error
 
     def _identified(self) -> str:
@@ -297,6 +353,36 @@ class DatasetTable:
                 )
             found += f"-{one:08x}"
         return found
+
+
+def _named(rows: Numbers) -> str:
+    shown = ", ".join(map(str, rows[:_NAMED_ROWS].tolist()))
+    return f"row{'s' * (len(rows) > 1)} {shown}{', …' * (len(rows) > _NAMED_ROWS)}"
+
+
+def _of_tensors(made: Any) -> Any:
+    """Return a dataset of Hugging Face in torch's format, in which lists of numbers are tensors, unless it has a
+    transform or torch's or numpy's format; and any other dataset as it is."""
+    if not hasattr(made, "with_format"):
+        return made
+    if hasattr(made, "_formatting"):  # an IterableDataset
+        kind = getattr(made._formatting, "format_type", None)
+        return made.with_format("torch") if kind in _NO_TENSORS else made
+    if getattr(made, "_format_type", "") not in _NO_TENSORS:
+        return made
+    chosen, others = made._format_columns, made._output_all_columns
+    return made.with_format("torch", columns=chosen, output_all_columns=others)
+
+
+_NO_TENSORS = (None, "python", "arrow", "pandas", "polars", "jax", "tensorflow")
+
+
+def _hint(error: Exception) -> str:
+    """Return advice for an error of ``default_collate``."""
+    own = "a function of your own (data.collate=package.module:function, which makes a batch of a list of examples)"
+    if isinstance(error, TypeError) and "must contain tensors" in str(error):
+        return f"; convert these values to tensors, arrays or numbers in __getitem__, or in {own}"
+    return f"; where examples have several sizes, pad or resize them in {own}"
 
 
 def _is_iterable_only(found: Any) -> bool:

@@ -29,6 +29,7 @@ from parallax.train.data.table import (
     TARGETS,
     Table,
     Values,
+    check_collated,
     digest_of,
     draws_numbers,
     own_generators,
@@ -159,9 +160,11 @@ class StreamSource(HeldOutSets):
         split: Callable[[Any], Values],
         examples: list[Any],
     ) -> Values:
-        with self._named("its rows do not make a batch"):
+        with self._named("no batch can be made of its rows"):
             batch = collate(examples)
-        return split(batch)
+        found = split(batch)
+        check_collated(self._label, found, len(examples))
+        return found
 
     @contextlib.contextmanager
     def _named(self, what: str) -> Iterator[None]:

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallax.errors import printable
-from parallax.model.block import leaves, transform
+from parallax.errors import DataError, printable
+from parallax.model.block import leaves, parts_of, transform
 from parallax.runtime.checkpoint.checksums import checksum
 from parallax.train.data.order import Numbers, Seeds
 
@@ -122,7 +122,7 @@ def host_states() -> tuple[Any, ...]:
     return random.getstate(), arrays["state"]["pos"], arrays["state"]["key"].tobytes()
 
 
-def placed(error: Exception) -> str:
+def placed(error: BaseException) -> str:
     """Return the class, message and source line of an error in the user's code."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = (str(error).splitlines() or [""])[0]
@@ -147,6 +147,33 @@ def rows_of(values: Any, rows: int, start: int, stop: int) -> Any:
         return value[start:stop] if has_rows else value
 
     return transform(values, part, (Tensor, np.ndarray))
+
+
+def check_collated(label: str, values: Values, rows: int) -> None:
+    """Raise :class:`DataError` if the targets are texts, or if the collate function has left out some of ``rows``
+    examples. Then a row's weight in the loss would depend on the micro-batches. Tensors of several lengths may be
+    anything, such as nodes of graphs, and so may tensors in lists."""
+    targets = [part for _, part in leaves(values[TARGETS])]
+    if targets and all(isinstance(part, str) for part in targets):
+        raise DataError(
+            f"{label}: the targets are texts, such as {printable(targets[0])[:40]}: number them in the dataset "
+            "(class_encode_column of a Hugging Face dataset), or name others (data.targets=KEY)"
+        )
+    counts = set(_lengths(values))
+    if len(counts) == 1 and ((count := counts.pop()) % rows or not count):
+        raise DataError(
+            f"{label}: its collate function returns {count} row(s) of {rows} example(s): return a row for each, in the "
+            "first dimension, and leave examples out in the dataset (torch.utils.data.Subset(dataset, indices))"
+        )
+
+
+def _lengths(values: Any) -> Iterator[int]:
+    if isinstance(values, Tensor | np.ndarray):
+        if values.ndim:
+            yield len(values)
+    elif not isinstance(values, list):
+        for _, part in parts_of(values):
+            yield from _lengths(part)
 
 
 def digest_of(values: Any) -> int:

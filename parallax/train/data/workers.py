@@ -67,6 +67,8 @@ class _Leaf:
 def read(tables: Mapping[str, Table], request: RowRequest) -> Values:
     """Return the rows of ``request``. Each row has its own random numbers."""
     table, taken = tables[request.table], request.taken
+    if (set_epochs := getattr(table, "set_epochs", None)) is not None:
+        set_epochs(taken.epochs)
     try:
         return table.read(taken.rows, taken.seeds(request.seed), request.parts)
     except MemoryError as error:

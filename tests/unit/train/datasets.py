@@ -7,8 +7,9 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     WeightedRandomSampler,
+    default_collate,
 )
 
 
@@ -247,6 +249,14 @@ def hugging_face(rows: int, kind: str = "map") -> Any:
     found = datasets.Dataset.from_dict(columns)
     if kind == "drawing":
         found.set_transform(_drawn)
+    if kind == "plain iterable":
+        return found.to_iterable_dataset(num_shards=4)
+    if kind == "dictionary":
+        return datasets.DatasetDict({"train": found, "test": found})
+    if kind == "dates":
+        return found.add_column("on", [datetime(2026, 1, 1)] * rows)
+    if kind in ("arrow", "pandas", "numpy"):
+        return found.with_format(kind, columns=["input_ids", "label"])
     if kind == "iterable":
         return found.to_iterable_dataset(num_shards=4).map(_plain)
     if kind == "shuffled":
@@ -261,3 +271,62 @@ def _plain(example: dict[str, Any]) -> dict[str, Any]:
 def _drawn(batch: dict[str, Any]) -> dict[str, Any]:
     drawn = [row[0] + random.random() for row in batch["input_ids"]]
     return {"x": drawn, "label": batch["label"]}
+
+
+class Epochs(Augmented):
+    """Its rows are the epoch that was set last."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
+        return torch.tensor([float(row), self.epoch]), row % 7
+
+
+class Named(NamedTuple):
+    labels: Any
+    x: Any
+
+
+class Leaving(Augmented):
+    """Row five ends the process, row three is None, and the length is that of the kind."""
+
+    def __init__(self, rows: int, kind: str) -> None:
+        super().__init__(rows)
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return "no number" if self.kind == "length" else self.rows  # type: ignore[return-value]
+
+    def __getitem__(self, row: int) -> Any:
+        if self.kind == "exit" and row == 5:
+            raise SystemExit("the disk is gone")
+        if self.kind == "none" and row == 3:
+            return None
+        if self.kind == "named":
+            return Named(row % 7, torch.tensor([float(row)]))
+        return super().__getitem__(row)
+
+
+def without_none(examples: list[Any]) -> Any:
+    return default_collate([each for each in examples if each is not None])
+
+
+def in_place_of_a_dataset(kind: str) -> Any:
+    """What people return in place of a dataset."""
+    one, other = Augmented(9), Augmented(5)
+    if kind == "frame":
+        import pandas
+
+        return pandas.DataFrame({"x": [1.0], "label": [0]})
+    return {
+        "splits": {"train": one, "test": other},
+        "tensors": {"x": torch.ones(3), "y": torch.ones(3)},
+        "pair": (one, other),
+        "loaders": [DataLoader(one), DataLoader(other)],
+        "class": Augmented,
+        "batches": DataLoader(one, batch_size=None),
+        "batches of a stream": DataLoader(Numbers(8), batch_size=None),
+    }[kind]

@@ -26,7 +26,7 @@ from parallax.model.factory.mlp import MLPConfig
 from parallax.train.data.dataset import DatasetDataConfig
 from parallax.train.data.indexed import IndexedSource
 from parallax.train.data.stream import StreamSource
-from parallax.train.data.table import digest_of
+from parallax.train.data.table import check_collated, digest_of
 from tests.alone import alone
 
 HERE = "tests.unit.train.datasets"
@@ -52,7 +52,7 @@ def read(source: Any, rows: int, parts: int, *, targets_alone: bool = False) -> 
     spans = [(a, b) for a, b in pairwise(bounds) if a < b]
     targets = [batch.targets(*span) for span in spans] if targets_alone else []
     inputs = [batch.inputs(*span) for span in spans]
-    inputs = [each["x"] if isinstance(each, dict) else each for each in inputs]
+    inputs = [next(iter(each.values())) if isinstance(each, dict) else each for each in inputs]
     targets = targets or [batch.targets(*span) for span in spans]
     return torch.cat(inputs), torch.cat(targets)
 
@@ -189,10 +189,123 @@ def test_what_cannot_repeat_its_rows_is_refused(
     assert len(str(error.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            "splits",
+            r"a dict with the keys train, test: return one dataset \(data.kwargs.split=train",
+        ),
+        ("tensors", "a dict with the keys x, y: return one dataset"),
+        ("pair", "a tuple of 2 datasets: return one"),
+        ("loaders", "a list of 2 datasets: return one"),
+        ("class", "the class Augmented: return an object of it"),
+        ("frame", r"a DataFrame of pandas: return datasets.Dataset.from_pandas\(frame\)"),
+        ("batches", "batch_size=None, so its dataset makes the batches"),
+        ("batches of a stream", "batch_size=None, so its dataset makes the batches"),
+    ],
+)
+def test_what_is_no_dataset_is_named(kind: str, message: str) -> None:
+    if kind == "frame":
+        pytest.importorskip("pandas")
+    with (
+        pytest.raises((DataError, ConfigError), match=message) as error,
+        opened("in_place_of_a_dataset", kwargs={"kind": kind}),
+    ):
+        pass
+    assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("exit", r"row 5: SystemExit: the disk is gone \(.*datasets.py:\d+\)$"),
+        ("length", r"its __len__: TypeError: 'str' object .* \(.*:\d+\)$"),
+        (
+            "none",
+            r"rows 0, 1, 2, 3: no batch .*; row 3 is None: leave it out .torch.*Subset.*",
+        ),
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_rows_that_cannot_be_read_are_one_line(kind: str, message: str, workers: int) -> None:
+    settings: dict[str, Any] = {"kwargs": {"rows": 10, "kind": kind}, "shuffle": False}
+
+    def read_some() -> None:
+        with opened("Leaving", **settings, validation=0, workers=workers) as source:
+            read_many(source, 2, 9)
+
+    with pytest.raises(DataError, match=f"^data.target=.*: {message}") as error:
+        read_some()
+    assert str(error.value).isprintable()
+
+
+def test_a_collate_function_that_leaves_examples_out_is_refused() -> None:
+    settings: dict[str, Any] = {"collate": f"{HERE}:without_none", "validation": 0, "workers": 0}
+    with opened("Leaving", kwargs={"rows": 12, "kind": "plain"}, **settings) as source:
+        assert read(source, 12, 3)[0].shape == (12, 4)
+    with (
+        opened("Leaving", kwargs={"rows": 12, "kind": "none"}, **settings) as source,
+        pytest.raises(DataError, match=r"collate function returns 11 row\(s\) of 12 example\(s\)"),
+    ):
+        read(source, 12, 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "refused"),
+    [
+        ({"inputs": torch.ones(4, 3), "targets": torch.ones(4)}, False),
+        ({"inputs": (torch.ones(8, 3), np.ones((8, 2))), "targets": {"y": torch.ones(8)}}, False),
+        ({"inputs": torch.ones(9, 3), "targets": torch.ones(4)}, False),  # nodes of graphs
+        ({"inputs": [torch.ones(2)] * 4, "targets": [torch.ones(())] * 4}, False),
+        ({"inputs": torch.ones(4, 3), "targets": torch.tensor(1)}, False),
+        ({"inputs": ["text"], "targets": None}, False),
+        ({"inputs": torch.ones(4, 3), "targets": {"y": torch.ones(4), "name": ["text"]}}, False),
+        ({"inputs": torch.ones(3, 3), "targets": torch.ones(3)}, True),
+        ({"inputs": torch.ones(0, 3), "targets": torch.ones(0)}, True),
+        ({"inputs": torch.ones(1, 12), "targets": torch.ones(1, 12)}, True),  # packed
+    ],
+)
+def test_rows_are_as_many_as_examples(values: dict[str, Any], refused: bool) -> None:
+    if refused:
+        with pytest.raises(DataError, match=r"returns \d row\(s\) of 4 example\(s\)"):
+            check_collated("here", values, 4)
+    else:
+        check_collated("here", values, 4)
+
+
+def test_targets_that_are_texts_are_refused() -> None:
+    for targets in (["a", "b"], {"path": ("a", "b")}, "a"):
+        with pytest.raises(DataError, match=r"here: the targets are texts, such as a: number them"):
+            check_collated("here", {"inputs": torch.ones(2), "targets": targets}, 2)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_epoch_is_set_for_each_row(workers: int) -> None:
+    settings: dict[str, Any] = {"kwargs": {"rows": 10}, "workers": workers, "validation": 0.2}
+    with opened("Epochs", **settings) as source:
+        for step in range(8):  # of 8 rows an epoch
+            inputs, _ = read(source, 6, 1 + step % 3)
+            assert inputs[:, 1].tolist() == [row // 8 for row in range(6 * step, 6 * step + 6)]
+        assert source.validation(0, 2).inputs(0, 2)[:, 1].tolist() == [0, 0]
+
+
+def test_the_targets_of_a_named_tuple_are_named() -> None:
+    with opened("Leaving", kwargs={"rows": 9, "kind": "named"}, validation=0) as source:
+        inputs, targets = read(source, 9, 2)
+        assert torch.equal(inputs[:, 0].long() % 7, targets)
+    settings: dict[str, Any] = {"kwargs": {"rows": 9, "kind": "named"}, "targets": "x"}
+    with opened("Leaving", **settings, validation=0) as source:
+        inputs, targets = read(source, 9, 2)
+        assert torch.equal(targets[:, 0].long() % 7, inputs)
+
+
 def test_rows_of_several_sizes_need_a_collate_function() -> None:
     with (
         opened("Ragged", kwargs={"rows": 30}, workers=0) as source,
-        pytest.raises(DataError, match=r"do not make a batch: .*pad them .*data\.collate"),
+        pytest.raises(
+            DataError, match=r"no batch can be made: .*pad or resize them .*data\.collate"
+        ),
     ):
         read(source, 8, 1)
     for target in ("loader", "with_collate"):
@@ -251,7 +364,7 @@ def test_rows_by_lists_of_numbers_alone_and_batches_that_are_dataclasses() -> No
     ("place", "message"),
     [
         ("row", r"row 5 of epoch 0: ValueError: row five is broken \(.*datasets.py:\d+\)$"),
-        ("collate", r"its rows do not make a batch: RuntimeError: .* \(.*:\d+\)$"),
+        ("collate", r"no batch can be made of its rows: RuntimeError: .* \(.*:\d+\)$"),
         ("state", r"its state_dict: ValueError: no state \(.*datasets.py:\d+\)$"),
         (
             "load",
@@ -409,7 +522,27 @@ def check_hugging_face() -> None:
     assert equal(*found)
     drawn = torch.cat([inputs for inputs, _ in found[0]])
     assert len(set((drawn % 1).tolist())) == len(drawn)
-    for kind in ("iterable", "shuffled"):  # of which the state leaves out a buffer
+    for kind in ("arrow", "pandas", "numpy", "plain iterable"):
+        settings = {"kwargs": {"rows": 40, "kind": kind}, "inputs": "input_ids"}
+        with opened("hugging_face", validation=0, **settings) as source:
+            batch = source.batch(6)
+            assert batch.inputs(2, 4)["input_ids"].shape == (2, 2)
+            rows = torch.as_tensor(batch.inputs(0, 6)["input_ids"])[:, 0]
+            assert torch.equal(rows % 3, torch.as_tensor(batch.targets(0, 6)))
+    for kind, message in (
+        ("dictionary", "a DatasetDict with the keys train, test: return one dataset"),
+        ("dates", r"row 0: TypeError: .*datetime64"),
+    ):
+        with (
+            pytest.raises(DataError, match=message),
+            opened("hugging_face", kwargs={"rows": 4, "kind": kind}),
+        ):
+            pass
+    for kind in (
+        "iterable",
+        "plain iterable",
+        "shuffled",
+    ):  # of which the state leaves out a buffer
         check_resumes("hugging_face", {"rows": 60, "kind": kind})
 
 
