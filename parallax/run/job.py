@@ -266,12 +266,20 @@ def _sampled(config: RunConfig, *, quiet: bool = True) -> Rows:
 
 
 def _check_inputs(what: str, batch: Rows) -> None:
-    """Raise :class:`DataError` if the inputs are a list of tensors, one for each row, instead of one tensor."""
+    """Raise :class:`DataError` if the inputs are a list of tensors, one for each row, instead of one tensor, or if they
+    are padded to the longest row of each batch."""
     one, two = (flatten(batch.inputs(0, rows))[0] for rows in (1, 2))
     if len(one) != len(two):
         raise DataError(
             f"{what} of one row are {len(one)} tensor(s) and of two rows {len(two)}; each must have the rows in its "
             f"first dimension: {padding_help()}"
+        )
+    shapes = [(tuple(a.shape), tuple(b.shape)) for a, b in zip(one, two) if a.ndim == b.ndim]
+    if longer := [(a, b) for a, b in shapes if a[:1] == (1,) and b[:1] == (2,) and a[1:] != b[1:]]:
+        raise DataError(
+            f"{what} of one row have the shape {longer[0][0]} and of two rows {longer[0][1]}: pad all rows to one "
+            "length, not to the longest of each batch (padding='max_length', max_length=128 of a tokenizer or of "
+            "DataCollatorWithPadding)"
         )
 
 

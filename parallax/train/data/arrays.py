@@ -219,7 +219,10 @@ def _npy_header(file: Any, where: str) -> tuple[tuple[int, ...], bool, np.dtype[
             "rows of equal shape)"
         )
     if dtype.kind not in "biufc" or any(count < 0 for count in shape):
-        raise DataError(f"{where}: it has the type {dtype} and shape {shape}; accepted are numbers")
+        raise DataError(
+            f"{where}: it has the type {dtype} and shape {shape}; accepted are numbers: name other arrays "
+            "(data.inputs=NAME, data.targets=NAME), or save numbers"
+        )
     return shape, fortran, dtype
 
 

@@ -218,9 +218,14 @@ class Split:
         missing = [each for each in (*wanted, key) if each not in batch]
         if missing or not key:
             what = f"examples have no {', '.join(missing)}" if key else "no key is known as targets"
+            help_ = "set data.inputs=[KEY,...] and data.targets=KEY"
+            if not key and "input_ids" in batch:
+                help_ = (
+                    "for a language model, return (dataset, transformers.DataCollatorForLanguageModeling(tokenizer, "
+                    f"mlm=False)), which makes labels; otherwise {help_}"
+                )
             raise DataError(
-                f"{self.label}: {what}; the keys are {', '.join(map(str, batch))}: set data.inputs=[KEY,...] and "
-                "data.targets=KEY"
+                f"{self.label}: {what}; the keys are {', '.join(map(str, batch))}: {help_}"
             )
         return {INPUTS: {each: batch[each] for each in wanted}, TARGETS: batch[key]}
 

@@ -44,6 +44,7 @@ _HEADER = struct.Struct("<9sQBQQ")
 _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # the type by magic number and version
 _LLM_C_INTS = 256  # 32-bit numbers before the tokens, of which the third is the number of tokens
+_CHECKED_TOKENS, _FEWEST_TOKENS = 2**16, 32
 _SAMPLED_BLOCKS, _BLOCK = 64, 4096  # blocks and tokens per block in the digest of a file
 _MIXED_KEY = 0x317D  # constant, so that the order of a source's rows does not depend on the seed
 _MOST_ROWS = 2**62  # of an epoch; two epochs are still counted in 64 bits
@@ -151,7 +152,10 @@ class TokensDataConfig(IndexedDataConfig):
                 f"data.path={printable(self.path)}: no token files there; accepted are {' and '.join(_SUFFIXES)}"
             )
         for file in found:
-            yield open_tokens_on_disk(file, "uint16" if self.dtype == AUTO else self.dtype)
+            tokens = open_tokens_on_disk(file, "uint16" if self.dtype == AUTO else self.dtype)
+            if self.dtype != "uint16" and file.suffix == ".bin" and tokens.ends is None:
+                _check_width(tokens, self.dtype)
+            yield tokens
 
     def _rows(self, file: TokensOnDisk, length: int) -> PackedRows | DocumentRows:
         if self.documents == "packed":
@@ -318,6 +322,22 @@ def open_tokens_on_disk(path: Path, dtype: str) -> TokensOnDisk:
         raise DataError(
             f"data.path: cannot read {_named(path)} ({error.strerror}); make it readable"
         ) from error
+
+
+def _check_width(file: TokensOnDisk, dtype: str) -> None:
+    """Raise :class:`DataError` for tokens that are the halves of wider numbers: every second one is next to nothing."""
+    found = np.asarray(file.tokens[:_CHECKED_TOKENS])
+    wide, most = (("uint32", 3), ("64 bits", 0))[dtype == "uint32"]
+    halves, others = found[1::2], found[::2]
+    if len(halves) < _FEWEST_TOKENS or halves.max() > most or len(np.unique(others)) <= most + 8:
+        return
+    help_ = "set data.dtype=uint32, or uint16 if they are right"
+    if dtype == "uint32":
+        help_ = "write them as uint32 (tokens.astype('uint32').tofile(FILE))"
+    raise DataError(
+        f"data.path: {_named(file.path)}: every second token is {halves.max()} or less, as if its numbers had "
+        f"{wide}: {help_}"
+    )
 
 
 def _of_numbers(path: Path, dtype: Any, where: str) -> Ids:

@@ -176,6 +176,11 @@ def test_an_exception_of_the_dataset_is_one_line_with_row_and_place(workers: int
             {"keys": ["a", "b"]},
             "no key is known as targets; the keys are a, b: set data.inputs",
         ),
+        (
+            "Mappings",
+            {"keys": ["input_ids"]},
+            "the keys are input_ids: for a language model, return .*; otherwise set data.inputs",
+        ),
     ],
 )
 def test_what_cannot_repeat_its_rows_is_refused(

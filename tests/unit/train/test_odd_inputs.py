@@ -218,6 +218,25 @@ def test_empty_lists_and_the_index_of_pandas_in_parquet(here: Path) -> None:
     assert rows_of([*settings, "data.inputs=[x,id]"]) == 6
 
 
+def test_tokens_of_another_width_are_refused(here: Path) -> None:
+    draw = np.random.default_rng(0)
+    settings = ["data=tokens", f"data.path={here / 'a.bin'}"]
+    for dtype, given, message in (
+        ("<u4", "auto", "as if its numbers had uint32: set data.dtype=uint32"),
+        ("<i8", "auto", "as if its numbers had uint32: set data.dtype=uint32"),
+        ("<i8", "uint32", "as if its numbers had 64 bits: write them as uint32"),
+        ("<u2", "auto", ""),
+        ("<u4", "uint32", ""),
+        ("<u4", "uint16", ""),  # at one's own word
+    ):
+        draw.integers(0, 1000, 41 * 9).astype(dtype).tofile(here / "a.bin")
+        chosen = [*settings, f"data.dtype={given}"]
+        if message:
+            assert message in line(chosen)
+        else:
+            assert rows_of(chosen)
+
+
 SETS = {"tokens": "bin", "parquet": "parquet", "chat": "jsonl", "bytes of text": "txt"}
 
 
