@@ -235,6 +235,11 @@ class ChatTemplate:
         twice for each answer: once up to the prompt for the answer, and once up to the end of the answer. The answer is
         the difference.
         """
+        if "tool_calls" not in self._template and any(each.get("tool_calls") for each in messages):
+            raise DataError(
+                f"{where}: it has tool calls, which the chat template does not write; give a template that does "
+                "(data.template=FILE), or remove them"
+            )
         if self._marked:
             text, spans = self._rendered(messages, tools, where)
             return text, _weighted(messages, spans, where)
@@ -492,11 +497,15 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         )
     if (known := ROLES.get(role.lower())) in ("user", "assistant"):
         found["role"] = known
-    if not isinstance(found.get("content"), str | list | int | float) and not found.get(
-        "tool_calls"
-    ):
+    if isinstance(parts := found.get("content"), list):
+        texts = [
+            each.get("text") if isinstance(each, Mapping) and each.get("type") == "text" else None
+            for each in parts
+        ]
+        found["content"] = "".join(texts) if all(isinstance(each, str) for each in texts) else None
+    if not isinstance(found.get("content"), str | int | float) and not found.get("tool_calls"):
         raise DataError(
             f"{where}: a message of {printable(role)} has no content, but the keys {printable(', '.join(found))}; "
-            "accepted is a text"
+            "accepted is a text, or a list of parts that are texts"
         )
     return found

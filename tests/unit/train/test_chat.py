@@ -184,6 +184,18 @@ PAIR = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "tw
         ({"query": "one", "response": "two"}, PAIR),
         ({"input": "one", "output": "two"}, PAIR),
         ({"messages": json.dumps(PAIR)}, PAIR),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "text", "text": "on"}, {"type": "text", "text": "e"}],
+                    },
+                    PAIR[1],
+                ]
+            },
+            PAIR,
+        ),
         ({"messages": [{**each, "role": each["role"].title()} for each in PAIR]}, PAIR),
         (
             {
@@ -228,6 +240,14 @@ def test_examples_of_all_kinds(example: dict[str, Any], messages: Any) -> None:
             "user has no content, but the keys role, text",
         ),
         ('{"messages": [{"role": "user", "content": null}]}', "a message of user has no content"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+            "a message of user has no content, .* a list of parts that are texts",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "content": null, "tool_calls": [{}]}]}',
+            "it has tool calls, which the chat template does not write",
+        ),
         (
             '{"conversations": [{"from": "human", "text": "one"}]}',
             "a message of user has no content",
