@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from parallax.errors import DescribeError
+from parallax.errors import DataError, DescribeError
 
+_OF_CLASSES = re.compile(
+    "Target -?[0-9]+ is out of bounds|expected target dtype|multi-target not supported|expected scalar type Long|"
+    "target with class probabilities"
+)
 _ACCEPTED = "a tensor of one number, alone, first in a tuple, or as loss in a dictionary"
 
 
@@ -25,9 +30,11 @@ def call_loss(
     try:
         returned = loss(outputs, targets)
         found = _first(returned)
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, NotImplementedError, IndexError) as error:
         if "meta" in str(error) and _names_on_meta(loss):
             raise _not_at_hand(loss) from error
+        if _OF_CLASSES.search(str(error)):
+            raise _wrong_classes(error, scores_of(outputs), targets) from error
         raise
     if not isinstance(found, Tensor):
         hint = "; gradients need the tensor, so remove .item() and float()"
@@ -44,6 +51,21 @@ def call_loss(
     if alone:
         _check_one_loss(returned)
     return found
+
+
+def _wrong_classes(error: Exception, scores: Any, targets: Any) -> DataError:
+    """Return the error for targets that are no classes of the model's ``scores``."""
+    shapes = [
+        f"{name} have shape {tuple(each.shape)} and type {str(each.dtype).removeprefix('torch.')}"
+        for name, each in (("outputs", scores), ("targets", targets))
+        if isinstance(each, Tensor)
+    ]
+    known = isinstance(scores, Tensor) and scores.ndim > 1
+    classes = f" from 0 to {scores.shape[1] - 1}" if known else ""
+    return DataError(
+        f"the loss does not take the targets ({str(error).splitlines()[0]}): {', '.join(shapes)}; classes are int64, "
+        f"whole numbers{classes}, and probabilities are floating-point, of the outputs' shape"
+    )
 
 
 def check_loss(loss: Callable[[Any, Any], Any]) -> None:

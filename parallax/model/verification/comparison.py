@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallax.errors import DescribeError, HangError, printable
+from parallax.errors import DataError, DescribeError, HangError, printable
 from parallax.model.block import Field, flatten, leaves, plain_rows
 from parallax.model.describe import Chain, parameter_names
 from parallax.model.losses import call_loss
@@ -200,7 +200,7 @@ class _Comparison:
     def _compare(self, own: ComparedModel, other: ComparedModel, each: _Setting) -> None:
         try:
             expected = self._ran(own, each)
-        except HangError:
+        except (HangError, DataError):  # DataError: of targets that the loss does not take
             raise
         except Exception as error:  # the model's code may raise anything
             if not each.training:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallax.errors import ConfigError, DescribeError
+from parallax.errors import ConfigError, DataError, DescribeError
 from parallax.model.describe import describe
 from parallax.model.losses import call_loss, check_loss
 from parallax.model.precision import PrecisionConfig
@@ -86,6 +86,26 @@ class Margin(nn.Module):
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs * self.scale, targets)
+
+
+@pytest.mark.parametrize(
+    ("targets", "reason"),
+    [
+        (torch.tensor([-1, 0]), r"Target -1 is out of bounds"),
+        (torch.tensor([0, 4]), r"Target 4 is out of bounds"),
+        (torch.tensor([0.5, 1.0]), r"got Float|found Float"),
+        (torch.eye(4)[:2].long(), r"probabilities, got Long"),
+        (torch.tensor([[1], [2]]), r"multi-target not supported"),
+    ],
+)
+def test_targets_that_are_no_classes_are_one_line(targets: Tensor, reason: str) -> None:
+    wanted = (
+        rf"the loss does not take the targets \(.*({reason}).* have shape \(2, 4\) .* from 0 to 3"
+    )
+    with pytest.raises(DataError, match=wanted) as error:
+        call_loss(F.cross_entropy, torch.ones(2, 4), targets)
+    assert str(error.value).isprintable()
+    assert call_loss(F.cross_entropy, torch.ones(2, 4), torch.tensor([0, 3])).item() > 0
 
 
 def test_parameters_of_a_loss_are_refused(tmp_path: Path) -> None:
