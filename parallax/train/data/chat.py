@@ -499,10 +499,11 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         found["role"] = known
     if isinstance(parts := found.get("content"), list):
         texts = [
-            each.get("text") if isinstance(each, Mapping) and each.get("type") == "text" else None
+            each["text"]
             for each in parts
+            if isinstance(each, Mapping) and each.get("type") == "text" and "text" in each
         ]
-        found["content"] = "".join(texts) if all(isinstance(each, str) for each in texts) else None
+        found["content"] = "".join(map(str, texts)) if len(texts) == len(parts) else None
     if not isinstance(found.get("content"), str | int | float) and not found.get("tool_calls"):
         raise DataError(
             f"{where}: a message of {printable(role)} has no content, but the keys {printable(', '.join(found))}; "
