@@ -12,6 +12,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 MADE := $(VENV)/.made
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
+INSTALLED_KSERVE := $(VENV)/.installed-kserve
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -31,7 +32,7 @@ LINT = $(MAKE) --no-print-directory lint
 # Lint runs beside the tests and is printed after them. Files of few but long tests, those of processes, come first by
 # name; by their number of tests they would come last. Bytecode is kept, also where the environment keeps Python from
 # writing it: some tests start processes, which would each compile the package, and pytest rewrites all asserts.
-test: $(INSTALLED_DEV)  ## lint, and all tests that are quick (ARGS go to pytest)
+test: $(INSTALLED_DEV) $(INSTALLED_KSERVE)  ## lint, and all tests that are quick (ARGS go to pytest)
 	@$(LINT) >$(VENV)/.lint 2>&1 & lint=$$!; failed=0; \
 	unset PYTHONDONTWRITEBYTECODE; $(BIN)/python -m compileall -q parallax benchmarks tests; \
 	echo "== pytest"; OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
@@ -125,4 +126,11 @@ $(INSTALLED): $(MADE) pyproject.toml constraints.txt
 $(INSTALLED_DEV): $(INSTALLED)
 	@echo "installing the tools for tests and lint"
 	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# Of a model server's public client, which needs other versions of libraries: for tests/serving/test_clients.py.
+$(INSTALLED_KSERVE): $(MADE) tests/serving/kserve.txt
+	@echo "installing KServe's client, in an environment of its own"
+	@$(BIN)/python -m venv --clear --without-pip $(VENV)/kserve
+	@$(PIP) --python $(VENV)/kserve/bin/python install --no-compile --no-deps -r tests/serving/kserve.txt
 	@touch $@
