@@ -75,7 +75,8 @@ class Stage(nn.Module):
     from dispatch modes. So its backward is not split, its dropout draws from the compiler's generator (seeded alike),
     and its offloaded activations are fetched all at once, for which the plan's swap limit must be large enough.
 
-    Without ``trains``, no parameter requires a gradient.
+    Without ``trains``, no memory is reserved for gradients. Parameters require a gradient where the model's do, because
+    kernels of torch depend on it, also where gradients are disabled: torch.matmul of a tensor of three dimensions.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Stage(nn.Module):
         self._changes: dict[int, bool] = {}  # place → whether the block changes its inputs in place
         self._changing: dict[int, ChangingBuffers] = {}  # place of a recomputed block → its buffers
         self._dense = False
-        self._trains = trains
+        self._trains, self._trained = trains, list[nn.Parameter]()
         share = max(plan.parameter_offload for plan in plans.values())
         opened = open_stream if share > 0 else keep_resident
         self.offloaded = opened(chain, self._indices, share, self._make(chain, share, device))
@@ -119,12 +120,18 @@ class Stage(nn.Module):
                 self.offloaded.attach(place, block)
         if share:
             self._check_share(chain, share)
+        self._require_gradients()
         self._by_place = tuple(self.blocks)  # indexing an nn.ModuleList is slow
         for place, block in enumerate(self._by_place):
             self._prepare(place, block)
         self._owned = {
             stage: self._find_parameters(places) for stage, places in self._parts.items()
         }
+
+    def _require_gradients(self) -> None:
+        for parameter in self._trained:
+            parameter.requires_grad_()
+        self._trained.clear()
 
     def _find_parameters(self, places: Iterable[int]) -> list[nn.Parameter]:
         return list(
@@ -169,7 +176,12 @@ class Stage(nn.Module):
         ]
         first = first_offloaded(sizes, share)
         for place, block in enumerate(materialise_each(chain, self._indices, device)):
-            self.blocks.append(block if self._trains else block.requires_grad_(False))
+            if (
+                not self._trains
+            ):  # until the stage is built, so that offloading reserves nothing for gradients
+                self._trained += [p for p in block.parameters() if p.requires_grad]
+                block.requires_grad_(False)
+            self.blocks.append(block)
             if place < first:
                 yield []
                 continue

@@ -218,7 +218,7 @@ def memory(case: Case, folder: Path) -> tuple[int, int, bool]:
     held_out(engine)
     gc.collect()
     more = numbers_held() - held
-    trains = any(t.requires_grad or t.grad is not None for t in stage.parameters())
+    trains = any(t.grad is not None for t in stage.parameters())
     engine.close()
     return first, more, trains
 

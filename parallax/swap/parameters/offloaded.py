@@ -181,9 +181,12 @@ class OffloadedParameters:
     def attach(self, block: int, module: nn.Module) -> None:
         """Add hooks to ``module``, the module of ``block``, that load its weights before they are used.
 
-        They are loaded before each forward, including recomputation, and before the backward.
+        They are loaded before each forward, including recomputation, and before the backward; and before hooks of the
+        module's own, which may use them, such as that of torch.nn.utils.spectral_norm.
         """
-        self._hooks.append(module.register_forward_pre_hook(lambda *_: self.enter(block)))
+        self._hooks.append(
+            module.register_forward_pre_hook(lambda *_: self.enter(block), prepend=True)
+        )
         self._hooks.append(
             module.register_forward_hook(
                 lambda _, args, kwargs, result: self.before_backward(block, result, (args, kwargs)),
@@ -214,11 +217,12 @@ class OffloadedParameters:
                 moved = self._visits.visit(block, returns=returns)
                 if backward or moved:
                     self._reserved = flat.gradient_bytes if backward else 0
+                if returns:
+                    self._watch(flat)
                 self._load(flat)
 
     def _load(self, flat: FlatParameter) -> None:
         """Load one of the blocks in use, and begin to read the next block."""
-        self._watch(flat)
         start = time.perf_counter()
         self._collect_written()
         try:
