@@ -27,6 +27,7 @@ from torch import nn
 from parallax.errors import DescribeError
 from parallax.model.block import Block, Partition, TensorSlot
 from parallax.model.recording.partitioning.segment import (
+    DERIVATIVES,
     RecordedSegment,
     SegmentWriter,
     UnknownSize,
@@ -35,10 +36,6 @@ from parallax.model.recording.program import ForwardProgram, ForwardStep, Forwar
 from parallax.model.recording.trace import Context, ModulePath, Origin, change, draws, parts
 
 logger = logging.getLogger("parallax")
-
-
-_DERIVATIVES = "grad", "backward"
-"""Calls that traverse the graph between their tensor arguments, which must be in one block."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +237,7 @@ class ProgramPartitioner:
                 found.append(
                     (self._first_steps[self._tensors[index].traced.storage], step.position)
                 )
-            if step.name in _DERIVATIVES:
+            if step.name in DERIVATIVES:
                 found += [(max(self._tensors[i].maker, 0), step.position) for i in step.uses]
         return [(low, high) for low, high in found if low < high]
 

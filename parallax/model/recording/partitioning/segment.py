@@ -30,6 +30,9 @@ from parallax.model.recording.program import (
 )
 from parallax.model.recording.trace import HOOKS, Context, ModulePath, Origin, Path, SizeOf
 
+DERIVATIVES = "grad", "backward"
+"""Calls that traverse the graph between their tensor arguments, which must be in one block."""
+
 _LITERALS = bool, int, str, bytes, type(None), type(Ellipsis)
 
 
@@ -37,6 +40,8 @@ class RecordedSegment(nn.Module):
     """The module of one block, which runs steps of a model's forward.
 
     It holds the model's own modules and tensors, under names that are equal in segments with equal steps.
+    ``evaluates``: its steps are those of evaluation, too. ``differentiates``: some of them compute gradients, as a
+    model of forces does, for which the graph is recorded in evaluation, too.
     """
 
     def __init__(
@@ -47,9 +52,11 @@ class RecordedSegment(nn.Module):
         *,
         other_mode: Mapping[bool, tuple[str, ...]] = MappingProxyType({}),
         evaluates: bool,
+        differentiates: bool,
     ) -> None:
         super().__init__()
         self._code, self._run, self._evaluates = code, run, evaluates
+        self._differentiates = differentiates
         self._other_mode = dict(other_mode)
         for name, (member, persistent) in members.items():
             if isinstance(member, Tensor) and not isinstance(member, nn.Parameter):
@@ -63,7 +70,12 @@ class RecordedSegment(nn.Module):
                 "this model computes something else in evaluation than in training, and only training was recorded: "
                 "evaluate the exported weights with the plain model"
             )
-        results: tuple[Tensor, ...] = self._run(self, *tensors)
+        results: tuple[Tensor, ...]
+        if self._differentiates and not torch.is_grad_enabled():
+            with torch.enable_grad():
+                results = self._run(self, *tensors)
+            return tuple(tensor.detach() for tensor in results)
+        results = self._run(self, *tensors)
         return results
 
     def train(self, mode: bool = True) -> RecordedSegment:
@@ -102,6 +114,7 @@ class SegmentWriter:
         self._constants: dict[int, str] = {}
         self._lines: list[tuple[Context, str]] = []
         self._made: set[int] = set()
+        self._differentiates = False
         self.paths: list[str] = []
         for position, index in enumerate(self._entering):
             self._name_tensor(index, f"x{position}")
@@ -116,6 +129,7 @@ class SegmentWriter:
         if step.position in self._made:
             return
         self._made.add(step.position)
+        self._differentiates |= step.name in DERIVATIVES
         for index in step.uses:
             self._ensure(index)
         args = [self._text(part) for part in step.args]
@@ -144,6 +158,7 @@ class SegmentWriter:
                 for mode, paths in self._program.other_mode.items()
             },
             evaluates=self._program.evaluates,
+            differentiates=self._differentiates,
         )
 
     def _held_names(self, paths: Iterable[str]) -> Iterator[str]:
