@@ -51,7 +51,8 @@ class Partition:
 
     ``inputs``: argument names of the first block (empty: those of its forward). ``nest``: paths of the tensors in
     nested inputs. ``template``: structure of the model's return value (None: the value that the last block returns).
-    ``sizes``: required input sizes (None: any; empty: unknown).
+    ``sizes``: required input sizes (None: any; empty: unknown). ``evaluates`` and ``trains``: False for a
+    model that was recorded in training alone, or in evaluation alone.
     """
 
     blocks: tuple[Block, ...]
@@ -59,6 +60,8 @@ class Partition:
     nest: tuple[tuple[Any, ...], ...] = ()
     template: Any = None
     sizes: tuple[tuple[int | None, ...], ...] = ()
+    evaluates: bool = True
+    trains: bool = True
 
 
 class Slot:

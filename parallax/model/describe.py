@@ -30,7 +30,8 @@ from parallax.model.construction.weights import FileLayout, OwnLayout
 from parallax.model.layer import WAY_OUT, LayerOutput, layer_named
 from parallax.model.pretrained import layout_of
 from parallax.model.recording.inputs import Sample
-from parallax.model.recording.record import trace_and_partition
+from parallax.model.recording.record import FUSED, trace_and_partition
+from parallax.plan.task import PlanTask
 
 logger = logging.getLogger("parallax")
 
@@ -55,7 +56,9 @@ class Chain:
     parameters, equal whenever the model is built; checkpoints then omit frozen parameters. Empty: checkpoints hold all
     parameters.
 
-    ``whole_model``: the chain of the whole model, if this chain ends at the output of a module inside; else None.
+    ``whole_model``: the chain of training, if this one ends at the output of a module inside, or is divided otherwise
+    for a task of forwards; else None.
+    ``trains``: False for a chain that was recorded in evaluation alone.
     """
 
     deferred: DeferredModel = field(repr=False)
@@ -72,6 +75,7 @@ class Chain:
     partial_weights: bool = False
     base: str = ""
     whole_model: Chain | None = field(default=None, repr=False)
+    trains: bool = True
 
     @property
     def whole(self) -> Chain:
@@ -199,6 +203,7 @@ def describe(
     partial_weights: bool = False,
     base: str = "",
     layer: str = "",
+    task: PlanTask = PlanTask.TRAINING,
 ) -> Chain:
     """Build ``factory()`` on the meta device, partition it into blocks, and return the chain.
 
@@ -210,7 +215,9 @@ def describe(
     ``weights``: a safetensors file or a folder of them, with the model's names. With ``partial_weights`` they may lack
     tensors, such as a new head, and hold others (:func:`~parallax.model.materialise.check_weights` lists both).
     ``base``: see :class:`Chain`. ``layer``: a module of ``model.named_modules()``, at whose output the chain ends,
-    without the blocks after it; empty: at the model's. Raises :class:`DescribeError` with the lines to write if no
+    without the blocks after it; empty: at the model's. ``task``: for forwards alone, a model whose forward differs in
+    evaluation is recorded in evaluation; for an inference, attention layers that torch computes with a fused kernel are
+    not divided, so outputs have the bits of this kernel. Raises :class:`DescribeError` with the lines to write if no
     source applies.
     """
     deferred = deferred_init(factory, seed)
@@ -239,17 +246,21 @@ def describe(
         partial_weights=partial_weights,
         base=base,
     )
-    return _ending(chain, _partition(deferred, blocks, sample, dtype, layer)) if layer else chain
+    fused = task is PlanTask.INFERENCE and any(isinstance(m, FUSED) for m in model.modules())
+    if not layer and (task.trains or (partition.evaluates and not fused)):
+        return chain
+    return _ending(chain, _partition(deferred, blocks, sample, dtype, layer, task=task))
 
 
 def _ending(chain: Chain, partition: Partition) -> Chain:
-    """Return a chain of ``partition``, which holds a part of the model of ``chain``."""
+    """Return a chain of ``partition``, which holds the model of ``chain`` or a part of it."""
     return replace(
         chain,
         blocks=partition.blocks,
         ties=_find_ties(chain.model, partition.blocks),
         template=partition.template,
         sizes=partition.sizes,
+        trains=partition.trains,
         whole_model=chain,
     )
 
@@ -260,6 +271,8 @@ def _partition(
     sample: Sample | None,
     dtype: torch.dtype,
     layer: str = "",
+    *,
+    task: PlanTask = PlanTask.TRAINING,
 ) -> Partition:
     """Return the blocks of the model, up to the output of ``layer`` if it is given."""
     model = deferred.model
@@ -274,7 +287,8 @@ def _partition(
         _check_apart(names, modules)
         blocks_ = tuple(Block(names[id(module)], module) for module in modules)
         return Partition(_blocks_to(layer, model, blocks_) if layer else blocks_)
-    return trace_and_partition(model, sample, dtype, partial(_value, deferred, dtype), layer)
+    value_of = partial(_value, deferred, dtype)
+    return trace_and_partition(model, sample, dtype, value_of, layer, task=task)
 
 
 def _blocks_to(layer: str, model: nn.Module, blocks: Sequence[Block]) -> tuple[Block, ...]:

@@ -44,7 +44,7 @@ from parallax.run.planning import (
 )
 from parallax.run.stepping import stepped_by
 from parallax.run.verified import check_rows, verify_run
-from parallax.runtime.batch import Rows, as_tensors
+from parallax.runtime.batch import Rows, RowsOf, as_tensors
 from parallax.runtime.health.row_check import RowCheck
 from parallax.runtime.optim.groups import ParameterGroups, freeze
 from parallax.train.data.source import Source
@@ -67,6 +67,7 @@ def build_chain(config: RunConfig, layer: str = "") -> Chain:
         partial_weights=model.partial_weights,
         base=model.base(config.seed),
         layer=layer,
+        task=PlanTask(config.task),
     )
 
 
@@ -360,6 +361,14 @@ def _plan_for_catalog(
     return replace(planned, remarks=(*planned.remarks, _GROUPS_LATER))
 
 
+class _WithoutTargets(RowsOf):
+    def inputs(self, start: int, stop: int) -> Any:
+        return self._batch.inputs(start, stop)
+
+    def targets(self, start: int, stop: int) -> Any:
+        del start, stop
+
+
 def _what_is_planned(
     config: RunConfig,
     progress: Callable[[str], None],
@@ -393,6 +402,8 @@ def _what_is_planned(
     loss = build_loss(config)
     progress(doing(config, "fetching rows"))
     batch = _sampled(config, quiet=False)
+    if not chain.trains and config.task == PlanTask.INFERENCE:
+        batch = _WithoutTargets(batch)  # the loss is of what the model returns in training
     if loss is usual_loss and config.metrics:
         targets = batch.targets(0, 1)
         if isinstance(targets, Tensor) and not targets.is_floating_point():
@@ -410,7 +421,8 @@ def profile_run(config: RunConfig, progress: Callable[[str], None]) -> ModelProf
     chain, loss = build_chain(config), build_loss(config)
     progress(doing(config, "fetching rows"))
     batch = _sampled(config, quiet=False)
-    verify_run(config, chain, loss, batch, progress)
+    if chain.trains:
+        verify_run(config, chain, loss, batch, progress)
     progress("profiling")
     return measure_model(
         chain,

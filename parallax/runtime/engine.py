@@ -176,6 +176,11 @@ class Engine:
         check_loss(loss)
         if not plan.task.trains:
             raise PlanError(f"the plan is for {plan.task}, without memory for training: plan again")
+        if not chain.trains:
+            raise PlanError(
+                "the chain was recorded in evaluation alone, and training computes something else: describe the model "
+                "without task"
+            )
         plan = accepted(plan, chain)
         if replicas is not None:
             replicas.check(plan, drops=nonfinite_skips > 0)

@@ -114,8 +114,8 @@ class ForwardTensor:
 class ForwardProgram:
     """The common program of all runs: steps in order, all tensors, and the return value with slots for tensors.
 
-    ``evaluates``: evaluation runs the same program. ``packs``: see :class:`ForwardTrace`. ``other_mode``: modules that
-    are in evaluation mode during training, and vice versa.
+    ``evaluates`` and ``trains``: evaluation and training run the program. ``packs``: see :class:`ForwardTrace`.
+    ``other_mode``: modules that are in evaluation mode during training, and vice versa.
     """
 
     steps: list[ForwardStep]
@@ -125,6 +125,7 @@ class ForwardProgram:
     evaluates: bool = True
     inputs: list[int] = field(default_factory=list)
     packs: bool = False
+    trains: bool = True
     other_mode: Mapping[bool, frozenset[str]] = field(default_factory=dict)
 
 

@@ -53,12 +53,8 @@ from parallax.model.recording.program import (
 )
 from parallax.model.recording.recorder import ForwardRecorder
 from parallax.model.recording.trace import ForwardTrace, fuse_lists
-from parallax.model.recording.value_oracle import (
-    ChangedByCaller,
-    NotTraceable,
-    WritesParameter,
-    user_line,
-)
+from parallax.model.recording.value_oracle import ChangedByCaller, NotTraceable, WritesParameter
+from parallax.plan.task import PlanTask
 
 logger = logging.getLogger("parallax")
 
@@ -72,6 +68,10 @@ quarter."""
 LARGE_PARTS = 4
 """A module that branches on values stays whole, unless it has more than 1/LARGE_PARTS of the work."""
 
+FUSED = nn.TransformerEncoderLayer, nn.MultiheadAttention
+"""Modules that torch computes with one fused kernel in evaluation. Its results differ in bits from those of the
+operators that such a module runs in training."""
+
 SPLIT = "def blocks(self): return [self.embed, *self.layers, self.head]"
 """How a model defines its blocks: modules (tensors) -> tensor or tuple of tensors."""
 
@@ -82,12 +82,16 @@ def trace_and_partition(
     dtype: torch.dtype,
     value_of: Callable[[Tensor], Tensor],
     layer: str = "",
+    *,
+    task: PlanTask = PlanTask.TRAINING,
 ) -> Partition:
     """Record the forward of ``model``, which is on the meta device, and return its partition into blocks.
 
     ``value_of`` returns the initial value of a buffer, for branches on it. Raises :class:`DescribeError` with the line
     of the model's code and the remedies if the forward is not traceable. ``layer``: the module at
-    whose output the last block ends; empty: the model.
+    whose output the last block ends; empty: the model. ``task``: for forwards alone, a
+    model that computes something else in evaluation is recorded in evaluation alone; for an inference, modules of the
+    kinds :data:`FUSED` are not divided.
     """
     if type(model).forward is nn.Module.forward:
         raise _refused(model, "it has no forward")
@@ -105,7 +109,7 @@ def trace_and_partition(
     def record(given: SampleShapes, *, vary: bool = True) -> Partition:
         with restored_process_state(), with_fake_tensors(model, dtype, value_of) as fakes:
             values = SampleValues(sample, given, ROWS[-1][-1])
-            runs = _ForwardRuns(fakes, given, values, vary=vary, layer=layer)
+            runs = _ForwardRuns(fakes, given, values, vary=vary, layer=layer, task=task)
             program = runs.program()
         if layer:
             program.returned = _with_rows(program, layer)
@@ -187,7 +191,9 @@ def _partition(
         _say_whole(model, partitioner.reason or "one part holds all parameters")
     names = input_names(model, given.nest)
     nest = () if names else tuple(p for p, t in leaves(given.nest) if isinstance(t, Tensor))
-    return Partition(found.blocks, names, nest, found.template, given.limits(runs.fixed))
+    limits = given.limits(runs.fixed)
+    modes = program.evaluates, program.trains
+    return Partition(found.blocks, names, nest, found.template, limits, *modes)
 
 
 class _ForwardRuns:
@@ -201,15 +207,19 @@ class _ForwardRuns:
         *,
         vary: bool,
         layer: str = "",
+        task: PlanTask = PlanTask.TRAINING,
     ) -> None:
         self._fakes, self._model, self._shapes, self._values = fakes, fakes.model, shapes, values
-        self._layer = layer
-        self._whole: set[str] = set()
+        self._layer, self._task, self._trains = layer, task, True
+        self._whole = set[str]()
         self._evaluates = True
         self.other_mode: dict[bool, frozenset[str]] = {}
         self.fixed: set[int] = set() if vary else set(shapes.sizes)
         before = AttributeChange(self._model)
-        self.shares: WorkShares = measure_shares(fakes, *self._inputs(ROWS[0][0]))
+        with _fused_modules(self._model) as fused:
+            self.shares: WorkShares = measure_shares(fakes, *self._inputs(ROWS[0][0]))
+        if task is PlanTask.INFERENCE:
+            self._whole |= fused
         before.undo()
         self._divided = frozenset(
             path
@@ -253,17 +263,29 @@ class _ForwardRuns:
                 continue
             runs, rows = [*runs, run], [*rows, ROWS[0][0]]
         try:
-            return merge_traces(self._model, runs, rows, evaluation, self._layer)
+            program = merge_traces(self._model, runs, rows, evaluation, self._layer)
         except NotTraceable as error:
             if error.owner or evaluation is None:
                 raise
+            if not self._task.trains:
+                return self._merge_evaluation(traced, error)
             self._leave_evaluation(error)
             return merge_traces(self._model, runs, rows, None, self._layer)
+        program.trains, program.evaluates = self._trains, program.evaluates or not self._trains
+        return program
+
+    def _merge_evaluation(self, traced: frozenset[str], why: Exception) -> ForwardProgram:
+        """Return the program of evaluation alone, for a model that computes something else in training."""
+        logger.info("%s is recorded for evaluation only (%s)", type(self._model).__name__, why)
+        self._trains = False
+        return self._merge(traced)
 
     def _evaluation(self, traced: frozenset[str]) -> ForwardTrace | None:
-        """Return the trace of an evaluation run; None if evaluation is not traceable."""
+        """Return the trace of an evaluation run beside those of training; None if evaluation is not traceable."""
+        if not (self._trains and self._evaluates):
+            return None
         try:
-            return self._run(traced, ROWS[0][0], training=False) if self._evaluates else None
+            return self._run(traced, ROWS[0][0], training=False)
         except DescribeError as error:
             self._leave_evaluation(error)
             return None
@@ -297,9 +319,10 @@ class _ForwardRuns:
         rows: int,
         change: dict[int, int] | None = None,
         *,
-        training: bool = True,
+        training: bool | None = None,
     ) -> ForwardTrace:
         """Return the trace of one forward over ``rows`` rows. Afterwards the model's attributes are restored."""
+        training = self._trains if training is None else training
         before = AttributeChange(self._model)
         try:
             self._model.train(training)
@@ -321,8 +344,8 @@ class _ForwardRuns:
         """
         before = AttributeChange(self._model)
         try:
-            self._model.train(True)
-            self._note_modes(True)
+            self._model.train(self._trains)
+            self._note_modes(self._trains)
             recorder = self._recorder(traced, ROWS[0][0])
             trace = self._record(recorder, ROWS[0][0])
             for path, name in before.replaced().items():
@@ -484,6 +507,29 @@ def traced_modules(model: nn.Module, shares: WorkShares, whole: frozenset[str]) 
 
     visit("", model)
     return frozenset(found)
+
+
+@contextlib.contextmanager
+def _fused_modules(model: nn.Module) -> Iterator[set[str]]:
+    """Yield the paths of the modules of the kinds :data:`FUSED`, and of each nn.TransformerEncoder that a forward in
+    the context calls with padded rows: in evaluation its layers exchange nested tensors."""
+    found = {path for path, module in model.named_modules() if isinstance(module, FUSED)}
+
+    def note(path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        given = dict(zip(("src", "mask", "src_key_padding_mask"), args)) | kwargs
+        if given.get("src_key_padding_mask") is not None and given.get("mask") is None:
+            found.add(path)
+
+    hooks = [
+        module.register_forward_pre_hook(functools.partial(note, path), with_kwargs=True)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _divides(module: nn.Module, share: float) -> bool:
