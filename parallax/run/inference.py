@@ -385,10 +385,17 @@ def stored_run(path: Path, runs: Path, overrides: Sequence[str]) -> StoredRun:
 
 
 def output_tensors(results: Any) -> list[tuple[str, Tensor]]:
-    """Return (name, tensor) for each tensor in a model's return value. A single tensor is called ``output``; others are
-    named by their keys or numbers."""
-    found = [(path, part) for path, part in leaves(results) if isinstance(part, Tensor)]
-    return [(tensor_name(path, "output"), tensor) for path, tensor in found]
+    """Return (name, tensor) for each tensor in a model's return value, except those without dimensions: a loss has no
+    rows. A single tensor is called ``output``; others are named by their keys or numbers. Raises :class:`ConfigError`
+    for two of the same name."""
+    parts = [(path, part) for path, part in leaves(results) if isinstance(part, Tensor)]
+    found = [(tensor_name(path, "output"), tensor) for path, tensor in parts if tensor.ndim]
+    names = [name for name, _ in found]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(
+            f"the model returns two tensors called {twice[0]}: rename one of their keys"
+        )
+    return found
 
 
 def tensor_name(path: tuple[Any, ...], usual: str) -> str:

@@ -103,12 +103,12 @@ def _tensors(results: Any, top: int) -> Named:
     their softmax scores."""
     if top:
         return _top(scores_of(results), top)
-    found = [each for each in output_tensors(results) if each[1].ndim]  # a loss has no rows
+    found = output_tensors(results)
     if not found:
         raise ConfigError(
             f"predict: the model returns no tensors with rows, but a {type(results).__name__}"
         )
-    return [(name, _on_host(tensor)) for name, tensor in found]
+    return [(name, _on_host(name, tensor)) for name, tensor in found]
 
 
 def _top(scores: Any, top: int) -> Named:
@@ -123,10 +123,18 @@ def _top(scores: Any, top: int) -> Named:
     return [("classes", classes.cpu()), ("scores", values.cpu())]
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    """Return the tensor in host memory. bfloat16, which numpy lacks, becomes float32."""
+def _on_host(name: str, tensor: Tensor) -> Tensor:
+    """Return the tensor in host memory. bfloat16, which numpy lacks, becomes float32. Raises :class:`ConfigError` for
+    other formats that numpy lacks."""
     found = tensor.detach()
-    return (found.float() if found.dtype == torch.bfloat16 else found).cpu().contiguous()
+    found = found.float() if found.dtype == torch.bfloat16 else found
+    try:
+        torch.empty(0, dtype=found.dtype).numpy()
+    except TypeError:
+        raise ConfigError(
+            f"predict: the model's output {name} is {found.dtype}, which files cannot hold: return it as torch.float32"
+        ) from None
+    return found.cpu().contiguous()
 
 
 _Head = list[tuple[int, list[tuple[str, tuple[int, ...], torch.dtype]]]]

@@ -67,6 +67,21 @@ class PredictedRows:
         return [row[:length] for row, length in zip(values, self.lengths.tolist())]
 
 
+def check_columns(rows: PredictedRows) -> None:
+    """Raise :class:`ConfigError` for outputs that a table of numbers beside ``row`` and ``file`` cannot hold."""
+    for name, values in rows.columns.items():
+        if name in ("row", "file"):
+            raise ConfigError(
+                f"--out: the model's output {name} has the name of a column that numbers or names the rows; rename its "
+                "key"
+            )
+        if np.iscomplexobj(values):
+            raise ConfigError(
+                f"--out: the model's output {name} is complex, and .parquet and .jsonl hold real numbers: use .npy, or "
+                "return torch.view_as_real(...)"
+            )
+
+
 def joined_rows(parts: Sequence[PredictedRows]) -> PredictedRows:
     """Return consecutive parts, joined to one."""
     names = [part.names or [] for part in parts]
@@ -138,6 +153,7 @@ class JsonLinesFormat(OutputFormat):
     one_shape = False
 
     def write(self, file: BinaryIO, rows: PredictedRows) -> None:
+        check_columns(rows)
         columns = {name: rows.trimmed(name) or values for name, values in rows.columns.items()}
         for place, number in enumerate(rows.rows.tolist()):
             record: dict[str, Any] = {"row": number}
@@ -167,6 +183,7 @@ class ParquetFormat(OutputFormat):
         self._arrow = pyarrow
 
     def write(self, file: BinaryIO, rows: PredictedRows) -> None:
+        check_columns(rows)
         arrow = self._arrow
         columns: dict[str, Any] = {"row": arrow.array(rows.rows)}
         if rows.names is not None:

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet
 import pytest
+import torch
 
 from parallax.errors import ConfigError, DataError
-from parallax.run.inference import ForwardJob
+from parallax.run.inference import ForwardJob, output_tensors
 from parallax.run.predictions import Outputs, PredictedRows
 
 ROWS, BATCH = 1000, 3
@@ -122,3 +123,42 @@ def test_what_is_refused(tmp_path: Path) -> None:
     second.columns["output_0"] = second.columns["output_0"][:, :2]
     with pytest.raises(DataError, match="outputs of one shape"):
         outputs.add(second)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+@pytest.mark.parametrize(
+    ("name", "values", "reason"),
+    [
+        ("row", np.zeros(2), "the model's output row has the name of a column"),
+        ("file", np.zeros(2), "the model's output file has the name of a column"),
+        ("output", np.zeros(2, np.complex64), "use .npy, or return torch.view_as_real"),
+    ],
+)
+def test_outputs_that_a_table_cannot_hold(
+    tmp_path: Path, suffix: str, name: str, values: np.ndarray, reason: str
+) -> None:
+    rows = np.arange(2)
+    part = PredictedRows(
+        end=2,
+        rows=rows,
+        names=None,
+        lengths=None,
+        padded=0,
+        columns={name: values},
+        bad=[],
+        bad_names=None,
+    )
+    outputs = opened(tmp_path / f"out{suffix}")
+    outputs.begin("rows")
+    outputs.add(part)
+    with pytest.raises(ConfigError, match=reason):
+        outputs.finish()
+
+
+def test_names_of_outputs() -> None:
+    one, loss = torch.zeros(2, 3), torch.zeros(())
+    assert [name for name, _ in output_tensors(one)] == ["output"]
+    nested = {"loss": loss, "a": one, "b": [one, {"c d": one}]}
+    assert [name for name, _ in output_tensors(nested)] == ["a", "b_0", "b_1_c_d"]
+    with pytest.raises(ConfigError, match="two tensors called a_0: rename"):
+        output_tensors({"a_0": one, "a": [one]})
