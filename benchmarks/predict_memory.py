@@ -1,10 +1,12 @@
 """Memory of a long prediction: bytes a row, as the slope over thousands of rows.
 
     python -m benchmarks.predict_memory [--rows 200000] [--format npy|parquet|jsonl]
+    python -m benchmarks.predict_memory --images FOLDER --pixels 64
 
 Predicts rows of an array with a small model in this process, and after every part of 64 batches notes the resident
-memory and the bytes of all live tensors and arrays. Prints one line of JSON with the slopes of both over the rows after
-the first quarter, by least squares; a prediction that keeps nothing has a slope of about zero.
+memory and the bytes of all live tensors and arrays. With ``--images``, the rows are photographs, the model is a
+ResNet-50 up to its last pooling, and the memory is noted after every batch. Prints one line of JSON with the slopes of
+both over the rows after the first quarter, by least squares; a prediction that keeps nothing has a slope of about zero.
 """
 
 from __future__ import annotations
@@ -22,16 +24,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from parallax.model.describe import describe
+from parallax.model.describe import Chain, describe
 from parallax.run.predicting import predict
 from parallax.run.predictions import Outputs, PredictedRows
 from parallax.runtime.forward import ForwardEngine
 from parallax.train.data.arrays import ArraysDataConfig
+from parallax.train.data.images import ImagesDataConfig
+from parallax.train.data.indexed import IndexedDataConfig
 from parallax.train.unlabelled import STOP, UnlabelledDataConfig
 from parallax.train.watchdog import NoWatchdog
+from parallax.workloads.vision import resnet
 from tests.plans import make_plan
 
 BATCH, WIDTH = 32, 64
+POOLING = "18.0"  # of ResNet-50
 
 
 def build() -> nn.Sequential:
@@ -41,15 +47,17 @@ def build() -> nn.Sequential:
 
 @dataclass
 class MeasuredOutputs(Outputs):
-    """Outputs that note the memory after every part."""
+    """Outputs that note the memory after every part, or after every batch."""
 
+    each_batch: bool = False
     rows: list[int] = field(default_factory=list)
     resident: list[int] = field(default_factory=list)
     live: list[int] = field(default_factory=list)
 
     def add(self, rows: PredictedRows) -> None:
         super().add(rows)
-        if len(self._pending) == 0:  # a part was written: batches wait for no other
+        # A part was written: batches wait for no other.
+        if self.each_batch or len(self._pending) == 0:
             self.rows.append(rows.end)
             self.resident.append(resident_bytes())
             self.live.append(live_bytes())
@@ -71,13 +79,25 @@ def live_bytes() -> int:
 def measure(rows: int, suffix: str, folder: Path) -> MeasuredOutputs:
     """Predict ``rows`` rows into a file in ``folder``, in this process."""
     np.save(folder / "x.npy", np.random.default_rng(0).normal(size=(rows, WIDTH)).astype("f4"))
-    model: Any = SimpleNamespace(name="custom")
     kind = ArraysDataConfig(path=str(folder / "x.npy"), workers=0)
-    source = UnlabelledDataConfig.of(kind, STOP).indexed(model, 0)
     chain = describe(build, sample=lambda count: torch.zeros(count, WIDTH))
+    return written(chain, kind, MeasuredOutputs(folder / f"out.{suffix}", 0, STOP, False, {}))
+
+
+def measure_features(images: Path, pixels: int, suffix: str, folder: Path) -> MeasuredOutputs:
+    """Write the output of a ResNet-50's last pooling for all photographs in ``images``, in this process."""
+    kind = ImagesDataConfig(path=str(images), size=pixels, workers=0)
+    chain = describe(resnet, layer=POOLING)
+    outputs = MeasuredOutputs(folder / f"out.{suffix}", 0, STOP, False, {}, each_batch=True)
+    return written(chain, kind, outputs)
+
+
+def written(chain: Chain, kind: IndexedDataConfig, outputs: MeasuredOutputs) -> MeasuredOutputs:
+    """Predict all rows of ``kind`` into ``outputs``."""
+    model: Any = SimpleNamespace(name="custom")
+    source = UnlabelledDataConfig.of(kind, STOP).indexed(model, 0)
     plan = make_plan(chain, replicas=(1,), global_batch=BATCH, microbatch=BATCH)
     engine = ForwardEngine.build(chain, plan)
-    outputs = MeasuredOutputs(folder / f"out.{suffix}", 0, STOP, False, {})
     outputs.folder.mkdir()
     (outputs.folder / "request.json").write_text("{}")
     predict(engine, source, BATCH, NoWatchdog(), outputs)
@@ -96,16 +116,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--format", choices=("npy", "parquet", "jsonl"), default="npy")
+    parser.add_argument("--images", type=Path, help="a folder of photographs")
+    parser.add_argument("--pixels", type=int, default=64)
     parsed = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        found = measure(parsed.rows, parsed.format, Path(folder))
+    with tempfile.TemporaryDirectory() as name:
+        if parsed.images:
+            found = measure_features(parsed.images, parsed.pixels, parsed.format, Path(name))
+        else:
+            found = measure(parsed.rows, parsed.format, Path(name))
+    first = next(at for at, rows in enumerate(found.rows) if rows >= found.rows[-1] // 4)
     figures = {
-        "rows": parsed.rows,
+        "rows": found.rows[-1],
         "format": parsed.format,
         "samples": len(found.rows),
         "resident_bytes_per_row": round(slope(found.rows, found.resident), 2),
         "live_bytes_per_row": round(slope(found.rows, found.live), 4),
-        "resident_bytes": [found.resident[0], found.resident[-1]],
+        "resident_bytes": [found.resident[at] for at in (0, first, -1)],
+        "most_resident_bytes": max(found.resident),
     }
     print(json.dumps(figures))
 

@@ -1,0 +1,1 @@
+"""Models and rows of the experiments in docs/workloads.md."""

@@ -1,0 +1,94 @@
+"""Thousands of photographs: crops of the two sample images of scikit-learn, flipped and scaled.
+
+As rows of a run: ``data=dataset data.target=parallax.workloads.photographs:Photographs``. As files, for
+``data=images``, ``data=shards`` and ``parallax predict``:
+``python -m parallax.workloads.photographs FOLDER --count 3700``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+NAMES = "temple", "flower"
+
+
+@functools.cache
+def _sources() -> list[Image.Image]:
+    from sklearn.datasets import load_sample_images
+
+    return [Image.fromarray(pixels) for pixels in load_sample_images().images]
+
+
+def photograph(index: int, pixels: int) -> tuple[Image.Image, int]:
+    """Return a square crop of ``pixels`` by ``pixels``, and its class: 0 of the temple, 1 of the flower.
+
+    The same index gives the same part of the same photograph at any size.
+    """
+    random, label = np.random.default_rng(index), index % 2
+    source = _sources()[label]
+    side = int(random.integers(160, min(source.size) + 1))
+    left, top = (int(random.integers(0, length - side + 1)) for length in source.size)
+    part = source.resize((pixels, pixels), box=(left, top, left + side, top + side))
+    flipped = random.random() < 0.5
+    return part.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flipped else part, label
+
+
+class Photographs(Dataset[tuple[Tensor, int]]):
+    """``count`` photographs as float32 (3, pixels, pixels) between 0 and 1, with their classes."""
+
+    def __init__(self, count: int = 4000, pixels: int = 64) -> None:
+        self.count, self.pixels = count, pixels
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image, label = photograph(index, self.pixels)
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255, label
+
+
+def write(folder: Path, count: int, pixels: int, shards: int = 0) -> None:
+    """Write JPEG files in a folder for each class, or with ``shards`` in that many tar files."""
+    folder.mkdir(parents=True)
+    tars = [tarfile.open(folder / f"{shard}.tar", "w") for shard in range(shards)]  # noqa: SIM115
+    for index in range(count):
+        image, label = photograph(index, pixels)
+        stream = io.BytesIO()
+        image.save(stream, "JPEG", quality=90)
+        if not tars:
+            (folder / NAMES[label]).mkdir(exist_ok=True)
+            (folder / NAMES[label] / f"{index:06d}.jpg").write_bytes(stream.getvalue())
+            continue
+        for suffix, content in ("jpg", stream.getvalue()), ("cls", str(label).encode()):
+            entry = tarfile.TarInfo(f"{index:06d}.{suffix}")
+            entry.size = len(content)
+            tars[index % shards].addfile(entry, io.BytesIO(content))
+    for tar in tars:
+        tar.close()
+
+
+def main() -> None:
+    """Write the files."""
+    parser = argparse.ArgumentParser(
+        prog="python -m parallax.workloads.photographs", description=main.__doc__
+    )
+    parser.add_argument("folder", type=Path, help="a folder that does not exist yet")
+    parser.add_argument("--count", type=int, default=3700)
+    parser.add_argument("--pixels", type=int, default=256)
+    parser.add_argument("--shards", type=int, default=0, help="tar files; 0: a folder a class")
+    given = parser.parse_args()
+    write(given.folder, given.count, given.pixels, given.shards)
+
+
+if __name__ == "__main__":
+    main()
