@@ -38,11 +38,14 @@ class Block:
     The module is a module of the model, or a new module that contains modules of the model, so its parameters are the
     model's. ``unbatched``: indices of outputs whose dimension 0 is not the micro-batch's rows (position tables, biases
     made from parameters). Each rank of the next stage receives these outputs whole, and their gradients are summed.
+    ``reads``: the earlier blocks whose results this block uses, with the bytes of these for one row; empty if unknown.
+    Other tensors that enter it are passed on to later blocks.
     """
 
     name: str
     module: nn.Module
     unbatched: frozenset[int] = frozenset()
+    reads: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -202,6 +202,8 @@ class ModelProfile:
     ``ties``               bytes of each trained parameter that several blocks use, and these blocks. An entry with
                            one block stands for parameters that cannot be offloaded for another reason.
     ``frozen_ties``        the same for parameters that are not trained
+    ``reads``              for each block, the earlier blocks whose results it uses, with bytes for one row; empty if
+                           unknown, as for a chain
     ``optimizer_bytes``    bytes of optimizer state per byte of trained parameters (AdamW in fp32: 2.0)
     ``optimizer_seconds``  seconds of an update per byte of trained parameters
     ``gradient_bytes``     bytes of gradients per byte of trained parameters
@@ -224,6 +226,7 @@ class ModelProfile:
     blocks: tuple[BlockCost, ...]
     ties: tuple[tuple[int, tuple[int, ...]], ...] = ()
     frozen_ties: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    reads: tuple[tuple[tuple[int, float], ...], ...] = ()
     optimizer_bytes: float = 2.0
     optimizer_seconds: float = 0.0
     divides: bool = True
@@ -267,6 +270,14 @@ class ModelProfile:
                 raise PlanError(
                     f"profile of {self.model}: {name}={getattr(self, name)} must be finite and ≥ 0"
                 )
+        known = all(
+            0 <= b < i and 0 <= n < math.inf for i, r in enumerate(self.reads) for b, n in r
+        )
+        if not known or len(self.reads) not in (0, len(self.blocks)):
+            raise PlanError(
+                f"profile of {self.model}: reads must name earlier blocks, with bytes, for each of its "
+                f"{len(self.blocks)} blocks"
+            )
         self._check_ties("ties", [block.trained_bytes for block in self.blocks])
         self._check_ties("frozen_ties", [block.frozen_bytes for block in self.blocks])
 

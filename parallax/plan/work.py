@@ -74,6 +74,7 @@ class ModelWork:
     blocks: tuple[BlockWork, ...]
     ties: tuple[tuple[int, tuple[int, ...]], ...] = ()
     frozen_ties: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    reads: tuple[tuple[tuple[int, float], ...], ...] = ()
     optimizer_bytes: float = 2.0
     gradient_bytes: float = 1.0
     master_bytes: float = 0.0

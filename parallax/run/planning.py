@@ -259,7 +259,8 @@ def measure_model(
     """Return the profile of ``chain``, measured on the devices of ``choice`` with the first rows of ``batch``.
     ``gather_loss``: measure the loss once over all rows of the batch. ``scratch``: the folder of swap files."""
     conditions = _conditions(chain, batch, choice, precision, swap, gather_loss, scratch)
-    return measure(chain, loss, **conditions, name=name, progress=progress)
+    found = measure(chain, loss, **conditions, name=name, progress=progress)
+    return dataclasses.replace(found, reads=tuple(block.reads for block in chain.blocks))
 
 
 def remember_profile(

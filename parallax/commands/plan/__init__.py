@@ -23,6 +23,7 @@ from parallax.commands.plan.what_if import what_if
 from parallax.common.trust import remember
 from parallax.errors import ConfigError
 from parallax.plan.analytic.efficiency import explain_figures
+from parallax.plan.branches import explain_branches
 from parallax.plan.explained import explain_choice
 from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
@@ -127,7 +128,8 @@ def _show(console: Console, planned: Planned) -> None:
     if plan.prediction.stages:
         console.print(memory_table(plan))
     remarks = [*planned.remarks, *explain_figures(planned.profile)]
-    for line in (*remarks, *explain_choice(plan)):
+    branches = explain_branches(plan, planned.profile, planned.cluster.local)
+    for line in filter(None, (*remarks, *explain_choice(plan), branches)):
         console.print(line, highlight=False, markup=False)
     if hourly := price_per_hour(planned.cluster):
         step = hourly * plan.prediction.step_seconds / HOUR

@@ -78,6 +78,7 @@ def count(
         # of GPUs, which keep recurrent weights in one buffer
         ties=tuple(tie_costs(chain, trained=True, flat=True)),
         frozen_ties=tuple(tie_costs(chain, trained=False, flat=True)),
+        reads=tuple(block.reads for block in chain.blocks),
         optimizer_bytes=how.optimizer / how.weight,
         gradient_bytes=how.gradient / how.weight,
         master_bytes=how.master / how.weight,

@@ -242,6 +242,7 @@ def price(work: ModelWork, kind: DeviceKind, efficiency: Efficiency | None = Non
         blocks=(*(_cost(block, rate) for block in work.blocks[:-1]), _cost(work.blocks[-1], last)),
         ties=work.ties,
         frozen_ties=work.frozen_ties,
+        reads=work.reads,
         optimizer_bytes=work.optimizer_bytes,
         gradient_bytes=work.gradient_bytes,
         master_bytes=work.master_bytes,

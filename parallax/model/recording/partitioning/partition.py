@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -108,7 +109,7 @@ class ProgramPartitioner:
                     raise
                 bounds.remove(low or high)  # merge two pieces
                 del found[-1:]
-        blocks = [self._block(piece) for piece in found]
+        blocks = [self._block(piece, bounds) for piece in found]
         return Partition(tuple(blocks), template=self._template())
 
     def _template(self) -> Any:
@@ -264,7 +265,19 @@ class ProgramPartitioner:
         gives = [i for _, i in step.results]
         return not gives or not all(i in self._recomputed for i in gives)
 
-    def _block(self, piece: _Piece) -> Block:
+    def _reads(self, piece: _Piece, bounds: list[int]) -> tuple[tuple[int, float], ...]:
+        """Return the earlier blocks whose results the steps of ``piece`` use, with the bytes of these for one row."""
+        first = bisect_right(bounds, piece.steps[0].position) - 1 if piece.steps else 0
+        used = {index for step in piece.steps for index in step.uses if index in piece.entering}
+        found: dict[int, float] = {}
+        for tensor in (self._tensors[index] for index in used):
+            if tensor.maker >= 0 and (block := bisect_right(bounds, tensor.maker) - 1) < first:
+                own = tensor.rows if tensor.rows is not None and tensor.rows >= 0 else None
+                rows = 1 if own is None else tensor.traced.shape[own]
+                found[block] = found.get(block, 0.0) + tensor.traced.nbytes / rows
+        return tuple(sorted(found.items()))
+
+    def _block(self, piece: _Piece, bounds: list[int]) -> Block:
         module = piece.module
         self._held |= {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
         adopts = piece.last and self._whole and self._adopt_unused(module)
@@ -275,7 +288,7 @@ class ProgramPartitioner:
             frozenset() if piece.last else frozenset(i for i, r in enumerate(rows) if r == -1)
         )
         name = piece.name if count == 1 else f"{piece.name} ({count})"
-        return Block(name, own or module, unbatched)
+        return Block(name, own or module, unbatched, self._reads(piece, bounds))
 
     def _own_module(self, piece: _Piece) -> nn.Module | None:
         """Return the module of the model that the block calls, if the block does nothing else."""
