@@ -53,6 +53,7 @@ from parallax.model.source import ModelConfig
 from parallax.plan.analytic.catalog import CatalogClusterConfig
 from parallax.plan.config import PlanConfig
 from parallax.plan.task import PlanTask
+from parallax.report.scaling.beside import ReportConfig
 from parallax.runtime.checkpoint.config import CheckpointConfig
 from parallax.runtime.metrics.config import MetricsConfig
 from parallax.runtime.optim.config import OptimizerConfig
@@ -105,6 +106,7 @@ class RunConfig:
     logger: LoggerConfig
     debug: DebugConfig
     serve: ServeConfig
+    report: ReportConfig
     callbacks: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:

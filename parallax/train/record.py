@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from parallax.common.events import EventLog, Span, bubble_fraction, read_events
 from parallax.common.metrics import METRICS
 from parallax.errors import ConfigError
+from parallax.machine.host import resident_bytes
 from parallax.mesh import Mesh
 from parallax.plan.plan import Plan
 from parallax.plan.profile import Utilization
@@ -59,7 +61,8 @@ class RunRecord:
         self._losses: list[float] = []
         self._swap = SwapRecord()
         self._last: StepResult | None = None
-        self._peak = 0
+        self._peak = self._process = 0
+        self._began = self._ended = time.perf_counter()
         self._measured: list[Span] = []
         self.seconds: list[float] = []
         self._validated: dict[str, float | None] = dict.fromkeys(validated)
@@ -68,6 +71,7 @@ class RunRecord:
         """Resume after step ``done``. Records of later steps are removed from the run's files, because these steps are
         repeated."""
         events, metrics = events_path(self._directory, self._mesh.rank), self._directory / METRICS
+        self._began = self._ended = time.perf_counter()
         with self._unwritten.trying(events):
             forget_steps(events, done)  # spans count steps from 0
         if self._mesh.rank == 0:
@@ -83,6 +87,8 @@ class RunRecord:
         self.seconds.append(result.seconds)
         self._losses.append(result.loss)
         self._peak = max(self._peak, result.peak_bytes)
+        self._process = max(self._process, resident_bytes())
+        self._ended = time.perf_counter()
         self._swap.add(result.swap)
         self._last = result
 
@@ -100,10 +106,8 @@ class RunRecord:
         measured, predicted_spans = self._typical_spans(), self._predicted_spans()
         spent, planned = seconds_by_term(measured), seconds_by_term(predicted_spans)
         ranks = []
-        for rank, found in enumerate(
-            self._mesh.all_gather_object((self._peak, self._swap.summary()))
-        ):
-            peak, swap = found
+        gathered = self._mesh.all_gather_object((self._peak, self._process, self._swap.summary()))
+        for rank, (peak, _, swap) in enumerate(gathered):
             place = plan.coordinate(rank)
             predicted = plan.prediction.ranks[rank]
             ranks.append(
@@ -130,6 +134,9 @@ class RunRecord:
         rate = results["rows_per_second"]
         return {
             **results,
+            "wall_seconds": self._ended - self._began,
+            "peak_bytes": max(peak for peak, *_ in gathered),
+            "process_bytes": max(process for _, process, _ in gathered),
             "mfu": utilization.share(rate, plan.world_size) if rate else None,
             "flops_per_row": utilization.flops_per_row or None,
             "peak_flops": utilization.peak_flops or None,

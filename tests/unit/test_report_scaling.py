@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from parallax.errors import ConfigError
 from parallax.report.scaling import (
     PointResult,
     RankPeak,
@@ -23,6 +24,7 @@ from parallax.report.scaling import (
     results_table,
     write_report,
 )
+from parallax.report.scaling.beside import ReportConfig
 from parallax.report.scaling.charts import CHARTS, frontier, metric_charts
 from parallax.report.scaling.page import page
 from tests.browser import opened
@@ -111,6 +113,41 @@ def test_the_table_tells_all_and_why_not() -> None:
     text = console.export_text()
     assert re.search(r"a-2-8 .*2 stages .*8 .*-10% .*tokens/s .*8.0 MiB / 8.0 MiB .*done", text)
     assert "bad: device 0 needs 9 GiB of 8 GiB" in text
+
+
+def test_chosen_figures_stand_beside_published_ones() -> None:
+    columns = {"memory": "process_bytes", "an epoch": "wall_seconds / 2", "score": "mean.f1 * 100"}
+    theirs = [{"name": "table 3", "memory": "2.8 GiB", "score": "98.5"}]
+    numbers = {"process_bytes": 3.0 * 2**20, "wall_seconds": 5.0, "mean.f1": 0.5}
+    results = SweepResults(
+        "x",
+        "",
+        (replace(GRID[0], metrics=numbers), failed("bad", "disk full")),
+        report=ReportConfig(columns=columns, published=theirs),
+    )
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(results_table(results))
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert ["memory", "an", "epoch", "score"] in lines
+    assert ["a-1-8", "3.00", "MiB", "2.50", "s", "50"] in lines
+    assert ["bad", "-", "-", "-"] in lines
+    assert ["table", "3", "2.8", "GiB", "-", "98.5"] in lines
+
+
+@pytest.mark.parametrize(
+    ("columns", "published", "expected"),
+    [
+        ({"memory": "a + b"}, [], "report.columns: memory=a + b: accepted is a name"),
+        ({"memory": "a"}, [{"speed": "1"}], "report.published: speed: accepted are mappings"),
+        ({"memory": "a"}, ["speed"], "report.published: speed: accepted are mappings"),
+    ],
+)
+def test_wrong_figures_are_refused(
+    columns: dict[str, str], published: list[Any], expected: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        ReportConfig(columns=columns, published=published)
+    assert expected in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from fractions import Fraction
 from math import isfinite
 
 from parallax.common.metrics import larger_is_better
+from parallax.report.scaling.beside import ReportConfig
 
 _TOLERANCE = 0.02  # tolerated excess of an efficiency: medians of two runs differ by about as much
 
@@ -145,12 +146,13 @@ class Series:
 @dataclass(frozen=True)
 class SweepResults:
     """The results of a sweep. ``command``: the command of the sweep; empty for a single run. ``metric``: the name of
-    the metric by which points are compared; empty if no point has one."""
+    the metric by which points are compared; empty if no point has one. ``report``: figures for a second table."""
 
     name: str
     command: str
     points: tuple[PointResult, ...]
     metric: str = ""
+    report: ReportConfig = field(default_factory=ReportConfig)
 
     def value(self, point: PointResult) -> float | None:
         """Return the metric of ``point``; None if it is unknown."""

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from parallax.common.units import format_bytes, format_seconds
 from parallax.errors import printable
+from parallax.report.scaling.beside import beside_table
 from parallax.report.scaling.points import Gain, PointResult, SweepResults
 
 NONE = "-"
@@ -90,7 +91,11 @@ def results_table(results: SweepResults) -> RenderableType:
         printable(f"{point.name}: {point.reason}") for point in results.points if point.reason
     ]
     doubts = [printable(f"{name}: {why}") for name, why in results.doubts().items()]
-    return Group(table, *(Text(line) for line in (*reasons, *doubts, *best_line(results))))
+    lines = (Text(line) for line in (*reasons, *doubts, *best_line(results)))
+    if not results.report.columns:
+        return Group(table, *lines)
+    numbers = {point.name: point.metrics for point in results.points}
+    return Group(table, *lines, beside_table(results.report, numbers))
 
 
 def best_line(results: SweepResults) -> list[str]:

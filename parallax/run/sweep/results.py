@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from parallax.common.metrics import METRICS
 from parallax.errors import ConfigError, ParallaxError, nearest, printable
 from parallax.plan.plan import Plan
 from parallax.report.scaling import PointResult, RankPeak, SweepResults
+from parallax.report.scaling.beside import ReportConfig
 from parallax.run.prepare import RUNS
 from parallax.run.resume import STORED, read_stored
 from parallax.run.sweep.points import (
@@ -67,12 +68,14 @@ def read_results(folder: Path, metric: str = "") -> SweepResults:
         places = {each: (folder / each, outcome) for each, outcome in outcomes(folder).items()}
         command = printable(shlex.join(words))
     wanted = metric or _configured_metric(directory for directory, _ in places.values())
-    found = [_result(each, *place, wanted) for each, place in places.items()]
+    report = _report(directory for directory, _ in places.values())
+    names = {wanted, *report.names}
+    found = [_result(each, *place, names) for each, place in places.items()]
     if not any(wanted in point.metrics for point in found):
         if metric:
             raise ConfigError(_no_metric(metric, found, [place for place, _ in places.values()]))
         wanted = ""
-    return SweepResults(name, command, tuple(found), wanted)
+    return SweepResults(name, command, tuple(found), wanted, report)
 
 
 def _configured_metric(directories: Iterable[Path]) -> str:
@@ -82,6 +85,16 @@ def _configured_metric(directories: Iterable[Path]) -> str:
             settings = leaves(plain_yaml(read_stored(directory)))
             return str(settings.get("checkpoint.metric", ""))
     return ""
+
+
+def _report(directories: Iterable[Path]) -> ReportConfig:
+    """Return the group ``report`` of the first point whose settings can be read; without columns if there is none."""
+    for directory in directories:
+        with contextlib.suppress(
+            ParallaxError, OSError, ValueError, LookupError, TypeError, AttributeError
+        ):
+            return ReportConfig(**plain_yaml(read_stored(directory))["report"])
+    return ReportConfig()
 
 
 def _no_metric(metric: str, found: Sequence[PointResult], directories: Iterable[Path]) -> str:
@@ -97,8 +110,10 @@ def _no_metric(metric: str, found: Sequence[PointResult], directories: Iterable[
     )
 
 
-def _metrics(directory: Path, summary: Mapping[str, Any], wanted: str) -> dict[str, float]:
-    """Return name → number for the numbers of a summary and the metric ``wanted``. Numbers in groups are called
+def _metrics(
+    directory: Path, summary: Mapping[str, Any], wanted: Collection[str]
+) -> dict[str, float]:
+    """Return name → number for the numbers of a summary and the metrics ``wanted``. Numbers in groups are called
     GROUP.NAME."""
     groups = [("", summary), *((f"{k}.", v) for k, v in summary.items() if isinstance(v, dict))]
     found = {
@@ -107,8 +122,8 @@ def _metrics(directory: Path, summary: Mapping[str, Any], wanted: str) -> dict[s
         for name, value in held.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
-    if wanted and wanted not in found:
-        found |= {name: v for name, v in _last_values(directory).items() if name == wanted}
+    if missing := {name for name in wanted if name} - set(found):
+        found |= {name: v for name, v in _last_values(directory).items() if name in missing}
     return found
 
 
@@ -128,11 +143,13 @@ def _status(folder: Path) -> PointStatus:
     return PointStatus.DONE if is_complete(summary_of(folder)) else PointStatus.STOPPED
 
 
-def _result(name: str, directory: Path, outcome: PointOutcome, metric: str) -> PointResult:
-    """Return the result of a point; for a failed point it has at least the reason."""
+def _result(
+    name: str, directory: Path, outcome: PointOutcome, wanted: Collection[str]
+) -> PointResult:
+    """Return the result of a point, with the metrics ``wanted``; for a failed point it has at least the reason."""
     swept = dict(outcome.point.swept)
     try:
-        measured = dict(_measured(directory, metric))
+        measured = dict(_measured(directory, wanted))
     except (ParallaxError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"its files cannot be read ({type(error).__name__}: {printable(str(error))[:200]})"
         return PointResult(name=name, swept=swept, status=str(PointStatus.FAILED), reason=reason)
@@ -158,7 +175,7 @@ def _result(name: str, directory: Path, outcome: PointOutcome, metric: str) -> P
 _PLANNED = ("workload", "model", "unit", "global_batch", "devices", "layout")
 
 
-def _measured(directory: Path, metric: str) -> Iterator[tuple[str, Any]]:
+def _measured(directory: Path, wanted: Collection[str]) -> Iterator[tuple[str, Any]]:
     """Yield the fields of a point's result from its settings, plan and summary, as far as they exist."""
     if not (directory / STORED).is_file():
         return
@@ -180,7 +197,7 @@ def _measured(directory: Path, metric: str) -> Iterator[tuple[str, Any]]:
         tokens = _number(summary, "tokens_per_second")
         yield "per_second", _number(summary, "rows_per_second") if tokens is None else tokens
         yield "validation_loss", _number(summary, "validation_loss")
-        yield "metrics", _metrics(directory, summary, metric)
+        yield "metrics", _metrics(directory, summary, wanted)
         yield (
             "peaks",
             tuple(
