@@ -1,4 +1,4 @@
-"""Callbacks that apply ``parallax.swap`` inside the training loops of other libraries.
+"""Callbacks that apply ``parallax.swap`` inside training loops: of other libraries, and of ``parallax train``.
 
 Each library is imported only when its callback is requested.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -88,3 +89,39 @@ def lightning_callback(limit: int | str = AUTO, **options: Any) -> Any:
             self.training.end()
 
     return LightningSwapCallback()
+
+
+class SwapCallback:
+    """The callback of a run that :func:`run_callback` returns. ``training.swapping``: its scope."""
+
+    def __init__(self, limit: int | str, options: dict[str, Any]) -> None:
+        self.training = Training(limit, options)
+
+    def on_run_start(self, run: Any) -> None:
+        """Enter the scope with the weights of this rank's stage."""
+        held = nn.Module()
+        for name, tensor in run.engine.parameters.items():
+            plain = name.replace(".", "_")
+            if isinstance(tensor, nn.Parameter):
+                held.register_parameter(plain, tensor)
+            elif isinstance(tensor, torch.Tensor):
+                held.register_buffer(plain, tensor)
+        self.training.begin(held, [])
+
+    def on_run_end(self, run: Any) -> None:
+        """Leave the scope, and write its report into the run's directory."""
+        self.training.end()
+        if self.training.swapping is not None:
+            path = run.directory / f"swap-rank{run.rank}.txt"
+            path.write_text(self.training.swapping.report() + "\n", encoding="utf-8")
+
+
+def run_callback(limit: int | str = AUTO, **options: Any) -> SwapCallback:
+    """Return a callback for ``parallax train``: ``callbacks=[{target: parallax.integrations:run_callback, kwargs:
+    {n_tensors: 2, lb: 1}}]``.
+
+    ``limit`` and ``options`` are passed to :func:`parallax.swap`. It offloads activations by hand, as IBM's Large Model
+    Support does; the optimizer's states stay where the plan puts them. A plan offloads activations itself
+    (``plan.activations=offload``). The report is in ``swap-rankN.txt`` in the run's directory.
+    """
+    return SwapCallback(limit, options)
