@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import io
 import tarfile
 from pathlib import Path
@@ -19,14 +20,22 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from parallax.errors import DataError
+
 NAMES = "temple", "flower"
 
 
 @functools.cache
 def _sources() -> list[Image.Image]:
-    from sklearn.datasets import load_sample_images
-
-    return [Image.fromarray(pixels) for pixels in load_sample_images().images]
+    """Return the photographs without an import of scikit-learn, which takes a second and changes the environment."""
+    found = importlib.util.find_spec("sklearn")
+    if found is None or not found.submodule_search_locations:
+        raise DataError(
+            "the photographs are those of scikit-learn: pip install 'parallax-train[workloads]', or name your own with "
+            "data=images data.path=FOLDER"
+        )
+    folder = Path(found.submodule_search_locations[0], "datasets", "images")
+    return [Image.open(folder / name).convert("RGB") for name in ("china.jpg", "flower.jpg")]
 
 
 def photograph(index: int, pixels: int) -> tuple[Image.Image, int]:

@@ -94,7 +94,7 @@ def test_frontier_is_ordered_and_the_planner_agrees_with_the_runs(
 
 def test_more_devices_hold_twice_the_depth_but_no_longer_row(called: Called, here: Path) -> None:
     small = ["model.hidden=128", "model.heads=2", "model.sequence=64", "data.max_bytes=64KiB"]
-    command = ["experiment=more_devices", *small, "cluster.device_memory=cpu:36MiB"]
+    command = ["experiment=more_devices", *small, "cluster.device_memory=cpu:48MiB"]
     swept = ["model.layers=8,16", "cluster.devices=1,2"]
     code, out, _ = called("plan", *command, "--json", "--what-if", *swept)
     assert code == 0
