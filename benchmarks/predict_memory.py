@@ -5,8 +5,8 @@
 
 Predicts rows of an array with a small model in this process, and after every part of 64 batches notes the resident
 memory and the bytes of all live tensors and arrays. With ``--images``, the rows are photographs, the model is a
-ResNet-50 up to its last pooling, and the memory is noted after every batch. Prints one line of JSON with the slopes of
-both over the rows after the first quarter, by least squares; a prediction that keeps nothing has a slope of about zero.
+ResNet-50 up to its last pooling, in batches of 4. Prints one line of JSON with the slopes of both over the rows after
+the first quarter, by least squares; a prediction that keeps nothing has a slope of about zero.
 """
 
 from __future__ import annotations
@@ -47,17 +47,15 @@ def build() -> nn.Sequential:
 
 @dataclass
 class MeasuredOutputs(Outputs):
-    """Outputs that note the memory after every part, or after every batch."""
+    """Outputs that note the memory after every part."""
 
-    each_batch: bool = False
     rows: list[int] = field(default_factory=list)
     resident: list[int] = field(default_factory=list)
     live: list[int] = field(default_factory=list)
 
     def add(self, rows: PredictedRows) -> None:
         super().add(rows)
-        # A part was written: batches wait for no other.
-        if self.each_batch or len(self._pending) == 0:
+        if len(self._pending) == 0:  # a part was written: batches wait for no other
             self.rows.append(rows.end)
             self.resident.append(resident_bytes())
             self.live.append(live_bytes())
@@ -84,23 +82,27 @@ def measure(rows: int, suffix: str, folder: Path) -> MeasuredOutputs:
     return written(chain, kind, MeasuredOutputs(folder / f"out.{suffix}", 0, STOP, False, {}))
 
 
-def measure_features(images: Path, pixels: int, suffix: str, folder: Path) -> MeasuredOutputs:
+def measure_features(
+    images: Path, pixels: int, suffix: str, folder: Path, batch: int = 4
+) -> MeasuredOutputs:
     """Write the output of a ResNet-50's last pooling for all photographs in ``images``, in this process."""
     kind = ImagesDataConfig(path=str(images), size=pixels, workers=0)
     chain = describe(resnet, layer=POOLING)
-    outputs = MeasuredOutputs(folder / f"out.{suffix}", 0, STOP, False, {}, each_batch=True)
-    return written(chain, kind, outputs)
+    outputs = MeasuredOutputs(folder / f"out.{suffix}", 0, STOP, False, {})
+    return written(chain, kind, outputs, batch)
 
 
-def written(chain: Chain, kind: IndexedDataConfig, outputs: MeasuredOutputs) -> MeasuredOutputs:
-    """Predict all rows of ``kind`` into ``outputs``."""
+def written(
+    chain: Chain, kind: IndexedDataConfig, outputs: MeasuredOutputs, batch: int = BATCH
+) -> MeasuredOutputs:
+    """Predict all rows of ``kind`` into ``outputs``, ``batch`` rows at a time."""
     model: Any = SimpleNamespace(name="custom")
     source = UnlabelledDataConfig.of(kind, STOP).indexed(model, 0)
-    plan = make_plan(chain, replicas=(1,), global_batch=BATCH, microbatch=BATCH)
+    plan = make_plan(chain, replicas=(1,), global_batch=batch, microbatch=batch)
     engine = ForwardEngine.build(chain, plan)
     outputs.folder.mkdir()
     (outputs.folder / "request.json").write_text("{}")
-    predict(engine, source, BATCH, NoWatchdog(), outputs)
+    predict(engine, source, batch, NoWatchdog(), outputs)
     engine.close()
     return outputs
 
