@@ -94,15 +94,7 @@ def prepare(
         if not saved.is_relative_to(directory):
             held.enter_context(locked(saved, patience_seconds))  # runs of one name in other folders
         if found.changed is not None:
-            changed = f", but {'; '.join(found.changed)}" if found.changed else ""
-            console.print(
-                f"{directory} resumes with its own settings{changed}",
-                highlight=False,
-                markup=False,
-                soft_wrap=True,
-            )
-            if found.rate:
-                console.print(found.rate, highlight=False, markup=False, soft_wrap=True)
+            _say_resumed(console, directory, found.changed, found.rate)
         planned = plan_run(
             config,
             directory / "swap",
@@ -121,6 +113,12 @@ def prepare(
     for line in planned.remarks:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return PreparedRun(directory, _counted(config, planned.plan), planned.plan)
+
+
+def _say_resumed(console: Console, directory: Path, changed: list[str], rate: str) -> None:
+    but = f", but {'; '.join(changed)}" if changed else ""
+    for line in filter(None, (f"{directory} resumes with its own settings{but}", rate)):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _check_trains(config: RunConfig) -> None:

@@ -129,7 +129,7 @@ def test_what_a_checkpoint_cannot_follow_is_named(
     assert all(f"{text}" in line for text in named)
     assert "trainer.steps" not in line
     assert "step-00000002" in line
-    assert line.endswith("leave that out, or choose another name")
+    assert line.endswith("leave the change out, or start another run with name=OTHER")
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
     for checkpoint in (
         run / "checkpoints"

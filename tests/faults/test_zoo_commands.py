@@ -4,6 +4,7 @@ bring them, with stages and with streamed weights."""
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import json
 from collections.abc import Callable
@@ -140,7 +141,7 @@ def job_of(run: Path, command: str, stages: int, streamed: bool) -> tuple[Forwar
     request = ForwardRequest(task=task, choice=CheckpointChoice(), overrides=changes, rows=rows)
     stored = StoredRun.read(run)
     config = replace(request.settings(stored), swap=SwapConfig(minimum_bytes=1))
-    chain = chain_of(run, task)
+    chain = chain_of(run.resolve(), task)
     plan = make_plan(
         chain,
         replicas=(1,) * stages,
@@ -240,7 +241,7 @@ def test_checkpoints_of_training_fit_the_chains_of_forwards(
         *("data=arrays", "data.path=rows.npz", "data.inputs=x", "data.targets=y"),
         *(f"trainer.global_batch={ROWS}", "data.validation=0", "data.workers=0"),
     )
-    chain = chain_of(run, task)
+    chain = chain_of(run.resolve(), task)
     engine = ForwardEngine.build(chain, make_plan(chain, global_batch=ROWS, microbatch=PART))
     assert engine.load(next((run / "checkpoints").iterdir())) == 1
     with torch.no_grad():
@@ -252,7 +253,7 @@ def test_checkpoints_of_training_fit_the_chains_of_forwards(
 
 
 @pytest.mark.slow
-def test_a_head_of_training_alone(here: Path, called: Callable[..., tuple[int, str, str]]) -> None:
+def test_a_head_of_training_alone(here: Path) -> None:
     """The loss takes what the model returns in training, so nothing but training may call it."""
     (x,) = STRANGERS["HeadOfTraining"].rows()
     np.savez("rows.npz", x=x, y=np.arange(ROWS) % 4)
@@ -268,7 +269,7 @@ def test_a_head_of_training_alone(here: Path, called: Callable[..., tuple[int, s
     )
     with torch.no_grad():
         expected = torch.cat([own_model(run)(part) for part in x.split(PART)])
-    code, _, err = called(
+    code, _, err = commands.call(
         *("predict", "run", "--inputs", "rows.npz", "--out", "out.npy"),
         *(f"trainer.microbatch={PART}", "cluster.devices=2", "plan.stages=2"),
     )
@@ -284,6 +285,8 @@ def test_a_head_of_training_alone(here: Path, called: Callable[..., tuple[int, s
     model.try_forward()
     assert torch.equal(model.run([x]).tensors[0], expected)
     model.close()
+    del model
+    gc.collect()  # which closes files of rows
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import pytest
 from benchmarks.predict_memory import measure_features, slope
 from parallax.workloads import photographs
 from parallax.workloads.vision import ViT, efficientnet, resnet
+from tests.workloads.conftest import needs_photographs
 
 Called = Callable[..., tuple[int, str, str]]
 
@@ -52,10 +53,10 @@ def test_models_have_the_sizes_of_their_papers(model: Callable[[], Any], count: 
     assert sum(parameter.numel() for parameter in model().parameters()) == count
 
 
+@needs_photographs
 def test_frontier_is_ordered_and_the_planner_agrees_with_the_runs(
     called: Called, here: Path
 ) -> None:
-    pytest.importorskip("sklearn")
     small = ["data.kwargs={count: 200, pixels: 32}", "trainer.steps=2"]
     budget = 420 * MIB
     swept = ["trainer.global_batch=16,96", "plan.activations=keep,offload"]
@@ -106,8 +107,8 @@ def test_more_devices_hold_twice_the_depth_but_no_longer_row(called: Called, her
         assert fitting == (devices == 2 or layers == 8)
 
 
+@needs_photographs
 def test_memory_of_feature_extraction_is_flat(tmp_path: Path) -> None:
-    pytest.importorskip("sklearn")
     photographs.write(tmp_path / "photographs", count=640, pixels=32)
     found = measure_features(tmp_path / "photographs", 32, "npy", tmp_path, batch=2)
     assert found.rows == [128, 256, 384, 512, 640]
@@ -115,8 +116,8 @@ def test_memory_of_feature_extraction_is_flat(tmp_path: Path) -> None:
     assert slope(found.rows, found.resident) < 4096, "bytes a row, of 8,192 that it writes"
 
 
+@needs_photographs
 def test_input_keeps_up_on_one_rank_and_on_two(called: Called, here: Path) -> None:
-    pytest.importorskip("sklearn")
     photographs.write(here / "records", count=48, pixels=48, shards=2)
     small = ["data.size=32", "trainer.steps=3", "trainer.global_batch=8"]
     swept = ["cluster.devices=1,2", "data.workers=1"]

@@ -13,6 +13,7 @@ import torch
 from parallax.model.describe import describe
 from parallax.workloads.inception import InceptionV1
 from tests.faults.commands import check_same_weights
+from tests.workloads.conftest import needs_photographs
 
 Called = Callable[..., tuple[int, str, str]]
 
@@ -68,8 +69,8 @@ def test_graph_split_by_sample_split_gives_one_loss(called: Called, here: Path) 
         assert losses(point) == pytest.approx(losses(points[0]), rel=1e-12)
 
 
+@needs_photographs
 def test_branches_in_stages_swapped_or_recomputed_give_one_loss(called: Called, here: Path) -> None:
-    pytest.importorskip("sklearn")
     small = ["model.kwargs={branches: 4, channels: 8}", "data.kwargs={count: 40, pixels: 32}"]
     shape = ["cluster.device_memory=auto", "plan.activations=offload,recompute", "trainer.steps=2"]
     points = swept(called, here, "wide", *small, *shape)
@@ -110,8 +111,8 @@ def test_music_is_tagged_and_evaluated(called: Called, command_output: Callable[
     assert not evaluation.get("optimizer")
 
 
+@needs_photographs
 def test_the_planner_compares_branches_with_its_plan(called: Called) -> None:
-    pytest.importorskip("sklearn")
     gpus = ["cluster=dgx_a100", "cluster.devices=4", "plan.stages=auto", "plan.replicas=auto"]
     code, out, err = called("plan", "experiment=inception", *gpus)
     assert (code, err) == (0, "")

@@ -53,7 +53,12 @@ from parallax.model.recording.program import (
 )
 from parallax.model.recording.recorder import ForwardRecorder
 from parallax.model.recording.trace import ForwardTrace, fuse_lists
-from parallax.model.recording.value_oracle import ChangedByCaller, NotTraceable, WritesParameter
+from parallax.model.recording.value_oracle import (
+    ChangedByCaller,
+    NotTraceable,
+    WritesParameter,
+    user_line,
+)
 from parallax.plan.task import PlanTask
 
 logger = logging.getLogger("parallax")
@@ -242,7 +247,7 @@ class _ForwardRuns:
                     why += f"{where}; correct it if plain PyTorch raises it, too" if where else ""
             if not owner or owner not in traced:
                 raise _refused(self._model, f"its forward cannot be traced: {why}")
-            logger.info("%s stays whole: its forward cannot be traced (%s)", owner, why)
+            logger.info("%s stays whole: its forward cannot be traced (%s)", owner, str(why))
             self._whole.add(owner)
 
     def _merge(self, traced: frozenset[str]) -> ForwardProgram:
@@ -276,7 +281,7 @@ class _ForwardRuns:
 
     def _merge_evaluation(self, traced: frozenset[str], why: Exception) -> ForwardProgram:
         """Return the program of evaluation alone, for a model that computes something else in training."""
-        logger.info("%s is recorded for evaluation only (%s)", type(self._model).__name__, why)
+        logger.info("%s is recorded for evaluation only (%s)", type(self._model).__name__, str(why))
         self._trains = False
         return self._merge(traced)
 
@@ -291,7 +296,9 @@ class _ForwardRuns:
             return None
 
     def _leave_evaluation(self, why: Exception) -> None:
-        logger.warning("%s is recorded for training only (%s)", type(self._model).__name__, why)
+        logger.warning(
+            "%s is recorded for training only (%s)", type(self._model).__name__, str(why)
+        )
         self._evaluates = False
 
     def _rows(
