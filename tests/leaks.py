@@ -33,7 +33,7 @@ LIBRARIES = ("torchinductor", "sem.mp-")
 # Torch's own place for it.
 COMPILED = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
 # What their libraries change by themselves.
-VARIABLES = "PYTEST_CURRENT_TEST", "TORCHINDUCTOR", "TRITON"
+VARIABLES = "PYTEST_CURRENT_TEST", "TORCHINDUCTOR", "TRITON", "KMP_"  # the last by scikit-learn
 
 _BECOME_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 _LIBRARIES = os.path.realpath(sys.prefix)  # files of their own they may keep open: fonts

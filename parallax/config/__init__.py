@@ -193,12 +193,13 @@ def load(text: str, added: list[str] | None = None) -> RunConfig:
     """Read the configuration that :func:`dump` wrote, validated as :func:`compose` does.
 
     If ``added`` is a list, settings that the text lacks get their defaults and are appended to it, as long as the text
-    has its last setting: such a text was written by a version without these settings, and is not cut.
+    has the first and the last: such a text was written by a version without these settings, and is not cut.
 
     A user's schedule is imported, so first check that the user trusts the file (:mod:`parallax.common.trust`).
     """
     tree = plain_yaml(text)
-    whole = isinstance(tree, dict) and list(field_types(RunConfig))[-1] in tree
+    first, *_, last = field_types(RunConfig)
+    whole = isinstance(tree, dict) and {first, last} <= tree.keys()
     try:
         return _read_run(tree, Mistakes(), added if whole else None)
     except (ValueError, RecursionError) as error:

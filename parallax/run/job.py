@@ -275,7 +275,11 @@ def _check_inputs(what: str, batch: Rows) -> None:
             f"{what} of one row are {len(one)} tensor(s) and of two rows {len(two)}; each must have the rows in its "
             f"first dimension: {padding_help()}"
         )
-    shapes = [(tuple(a.shape), tuple(b.shape)) for a, b in zip(one, two) if a.ndim == b.ndim]
+    shapes = [
+        (tuple(a.shape), tuple(b.shape))
+        for a, b in zip(one, two)
+        if a.ndim == b.ndim and not (a.is_nested or b.is_nested)
+    ]
     if longer := [(a, b) for a, b in shapes if a[:1] == (1,) and b[:1] == (2,) and a[1:] != b[1:]]:
         raise DataError(
             f"{what} of one row have the shape {longer[0][0]} and of two rows {longer[0][1]}: pad all rows to one "

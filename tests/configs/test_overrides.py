@@ -130,7 +130,7 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("model=null", "model=null: ", "accepted are custom, gpt, huggingface, mlp", ""),
     ("model=[gpt]", "model=[gpt]: ", "accepted are custom, gpt, huggingface, mlp", "gpt"),
     ("trainer={steps:3}", "trainer={steps:3}: ", "accepted are default", ""),
-    ("experiment=tny", "experiment=tny: ", "unknown option; accepted are bert, demo, ", "tiny"),
+    ("experiment=tny", "experiment=tny: ", "unknown option; accepted are bert, billion, ", "tiny"),
     ("model/gpt=3", "model/gpt=3: ", "accepted is model=OPTION or model.KEY=VALUE", ""),
     ("model@x=gpt", "model@x=gpt: ", "accepted is model=OPTION or model.KEY=VALUE", ""),
     (

@@ -86,7 +86,7 @@ def test_settings_of_a_later_version_get_their_defaults() -> None:
         del (tree if len(path) == 1 else tree[path[0]])[path[-1]]
         added: list[str] = []
         text = yaml.safe_dump(tree, sort_keys=False)
-        if path in {(key,) for key in ("model", "data", "cluster", "callbacks")} | {
+        if path in {(key,) for key in ("model", "data", "cluster", "name", "callbacks")} | {
             (key, "name") for key in groups
         }:
             continue

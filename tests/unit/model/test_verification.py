@@ -75,7 +75,13 @@ def altered(chain: Chain, old: str, new: str) -> tuple[Chain, int]:
             members |= {name: (part, True) for name, part in module._buffers.items()}
             members |= {name: (part, True) for name, part in module._parameters.items()}
             code = module._code.replace(old, new)
-            other = RecordedSegment(code, found["forward"], members, evaluates=module._evaluates)
+            other = RecordedSegment(
+                code,
+                found["forward"],
+                members,
+                evaluates=module._evaluates,
+                differentiates=module._differentiates,
+            )
             return with_block(chain, index, other), index
     raise AssertionError(f"no block has {old}: {[b.module for b in chain.blocks]}")
 
