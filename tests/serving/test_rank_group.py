@@ -86,7 +86,7 @@ def test_parts_of_replicas_are_joined_in_the_order_of_rows() -> None:
         message: dict[str, Any], tensors: list[Tensor]
     ) -> tuple[dict[str, Any], list[Tensor]]:
         seen.extend(tensors)
-        return {"fetched": 5}, []
+        return {"fetched": 5, "step": 4}, []
 
     def replica(*first: int) -> Respond:
         def respond(
