@@ -145,7 +145,7 @@ class Cores:
 
 @contextmanager
 def ending(process: subprocess.Popen[str]) -> Iterator[None]:
-    """End the process, and those that it leaves behind: LitServe's worker outlives SIGTERM to its server."""
+    """A context that ends the process and its children. LitServe's worker does not end with its server."""
     try:
         yield
     finally:

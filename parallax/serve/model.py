@@ -50,8 +50,8 @@ class TensorSpec:
 
 
 class BatchOutputs(NamedTuple):
-    """The outputs of a batch, as tensors on the CPU, and the version of the weights that computed them. In an answer to
-    a request also the seconds that the request waited in the queue, and those that its batch took."""
+    """The outputs of a batch, as tensors on the CPU, and the version of the weights that computed them. In the
+    answer to a request, ``queue_seconds`` is its wait in the queue, and ``compute_seconds`` the time of its batch."""
 
     tensors: list[Tensor]
     version: str

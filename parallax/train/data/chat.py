@@ -445,7 +445,7 @@ def _tools(example: Mapping[str, Any], where: str) -> Any:
 
 
 def _parsed(value: Any, key: str, where: str) -> Any:
-    """Return ``value``, or, of a JSON text, what it holds."""
+    """Return ``value``; a JSON text is parsed."""
     if not isinstance(value, str) or not value.strip():
         return value
     try:

@@ -14,7 +14,7 @@ class EmaAverage(EmaConfig):
     averaging, Izmailov et al. 2018).
 
     ``start``: the first step whose weights are averaged; before it, validation uses the trained weights. ``every``:
-    average the weights after each so many steps. ``evaluate``: compute validation losses with the averages; these
+    steps from one averaging to the next. ``evaluate``: compute validation losses with the averages; these
     losses also select the best checkpoint.
     """
 

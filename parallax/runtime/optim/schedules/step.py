@@ -10,8 +10,9 @@ from parallax.runtime.optim.schedule import ScheduleConfig, check_share
 
 @dataclass(frozen=True, kw_only=True)
 class StepSchedule(ScheduleConfig):
-    """Decay in steps. ``gamma``: the factor by which each decay multiplies the rate. ``every``: decay after each so
-    many steps or epochs, including the warm-up; if neither this nor a milestone is set, after each third of the run.
+    """Decay in steps. ``gamma``: the factor by which each decay multiplies the rate. ``every``: steps or
+    epochs from one decay to the next, counted from the start of the run; if neither this nor a milestone is set, a
+    third of the run.
     ``milestones``: decay at each of these steps or epochs."""
 
     name: str = "step"
