@@ -30,11 +30,10 @@ class RanksLost(ParallaxError):
 
 @dataclass(eq=False)
 class _Waiting:
-    """A message to which ``answers`` ranks have still to answer. ``runs``: it is a batch. ``parts``: its outputs so
-    far, by first row; ``step``: of the weights."""
+    """A message to which ``answers`` ranks have still to answer. ``parts``: the outputs of a batch so far, by first
+    row; ``step``: of the weights."""
 
     answers: int
-    runs: bool
     step: int = 0
     parts: dict[int, Named] = field(default_factory=dict)
     done: Future[None] = field(default_factory=Future)
@@ -55,7 +54,6 @@ class RankGroup:
 
     ``step``           of the weights
     ``fetched_bytes``  of offloaded parameters that the ranks have fetched
-    ``model_failed``   whether the model raised an exception, after which several ranks cannot go on
     """
 
     def __init__(self, links: Sequence[RankLink], lost: Callable[[], None]) -> None:
@@ -66,7 +64,6 @@ class RankGroup:
         self._selector = selectors.DefaultSelector()
         for link in links:
             self._selector.register(link.socket, selectors.EVENT_READ)
-        self.model_failed = False
 
     def start(self) -> None:
         """Receive answers from now on."""
@@ -93,7 +90,7 @@ class RankGroup:
 
     def _request(self, message: dict[str, Any], tensors: Sequence[Tensor] = ()) -> _Waiting:
         """Send a message to all ranks and wait for their answers. Only ranks that read inputs get the tensors."""
-        waiting = _Waiting(len(self._links), runs=message["do"] == "run")
+        waiting = _Waiting(len(self._links))
         with self._sending:
             number = next(self._numbers)
             with self._changed:
@@ -136,7 +133,6 @@ class RankGroup:
         self.fetched_bytes += message.get("fetched", 0)
         self.step = waiting.step = message["step"]
         if message["error"]:
-            self.model_failed = waiting.runs
             self._finish(number).set_exception(ModelFailed(message["error"]))
         elif not waiting.answers:
             self._finish(number).set_result(None)

@@ -82,7 +82,7 @@ class Replica:
         self._number, self._job, self._file, self._folder = number, job, file, folder
         self._devices, self._changed, self._say = devices, changed, say
         self._group: RankGroup | None = None
-        self._started: RankGroup | None = None  # also after its ranks have ended
+        self._started = False  # once
         self._at_work, self._held, self._ending = 0, False, False
         self._failed_starts = 0
         self._lock = threading.Condition()
@@ -225,10 +225,9 @@ class Replica:
         """Say why the ranks ended, and pause before the next start, or give the copy up. ``came``: they had started."""
         self._failed_starts = 0 if came else self._failed_starts + 1
         text, code = failure.report.text, failure.report.code
-        if came and self._started is not None and self._started.model_failed:
-            text = "its ranks cannot go on after the model failed"
-        started = self._started is not None
-        if not came and (not failure.may_pass or (self._failed_starts == _STARTS and not started)):
+        if not came and (
+            not failure.may_pass or (self._failed_starts == _STARTS and not self._started)
+        ):
             self.failure = StartFailed(text or "the ranks ended while they started", code)
             self._changed()
             return
@@ -245,7 +244,7 @@ class Replica:
         except OSError:  # a rank has ended, or all of them
             return
         group = RankGroup(links, lambda: self._lost(server))
-        self._group = self._started = group
+        self._group, self._started = group, True
         group.start()
         came.set()
         self._changed()

@@ -99,7 +99,9 @@ class RankProgram:
 class StepContext:
     """The inputs of one run of a program. The loss is divided by ``denominator``, the number of rows of the global
     batch, or of its targets that count. The gradient of the loss is multiplied by ``scale``. If ``keep`` is given, no
-    targets are read; instead, ``keep`` is called with the index of the first row and the model's outputs."""
+    targets are read; instead, ``keep`` is called with the index of the first row and the model's outputs. If
+    ``failed`` is given too, it is called with an exception that the model raises, and all ranks go on without the
+    outputs of that micro-batch."""
 
     index: int
     batch: Rows
@@ -109,6 +111,7 @@ class StepContext:
     training: bool
     scale: float = 1.0
     keep: Keep | None = None
+    failed: Callable[[Exception], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,13 +267,39 @@ class Executor:
     def _forward(self, action: Action, step: StepContext) -> float:
         before, waited = self._stall_seconds(), 0.0
         first, rows = self._io.rows(action.micro)
-        if rows:
-            self._run_forward(action, step, first, rows)
-        else:
+        if not rows:
             self._stage.skip()
+        elif step.failed is None:
+            self._run_forward(action, step, first, rows)
+        elif self._missing(action) or not self._runs_forward(action, step, first, rows):
+            self._pass_nothing(action)
         if action.stage == self._last_stage and action in step.program.last and step.keep is None:
             waited = self._step_loss.complete(step)
         return self._stall_seconds() - before + waited
+
+    def _missing(self, action: Action) -> bool:
+        """Whether the forward of an earlier stage failed, so that no tensors arrived."""
+        return self._plan.entering(action.stage) is not None and not self._received[_key(action)][0]
+
+    def _runs_forward(self, action: Action, step: StepContext, first: int, rows: int) -> bool:
+        """Run a forward, or report the model's exception and return False."""
+        assert step.failed is not None
+        try:
+            self._run_forward(action, step, first, rows)
+        except torch.AcceleratorError:  # the device computes nothing more in this process
+            raise
+        except Exception as error:
+            step.failed(error)
+            return False
+        return True
+
+    def _pass_nothing(self, action: Action) -> None:
+        """Skip a forward, and send a message without tensors, so that later stages skip theirs."""
+        self._received.pop(_key(action), None)
+        self._stage.skip()
+        leaving = self._plan.leaving(action.stage)
+        if leaving is not None and self._plan.is_local(leaving):
+            self._received[action.step, leaving.receiver, action.micro] = (), None
 
     def _run_forward(self, action: Action, step: StepContext, first: int, rows: int) -> None:
         stage, micro = action.stage, action.micro

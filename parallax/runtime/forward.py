@@ -229,14 +229,20 @@ class ForwardEngine:
         """Return a context in which the stage is in evaluation mode."""
         return self._built.stage.evaluating()
 
-    def predict(self, batch: Rows, step: int = 0) -> list[tuple[int, Any]]:
+    def predict(
+        self, batch: Rows, step: int = 0, failed: Callable[[Exception], None] | None = None
+    ) -> list[tuple[int, Any]]:
         """Return the model's outputs for a batch, without reading its targets. A rank of the last stage returns a list
         of (index of the first row, outputs), one entry for each micro-batch; other ranks return an empty list. The
         outputs stay on the device, where the plan reserves memory for the outputs of ``plan.global_batch`` rows.
-        ``step``, the number of the next training step, is used in messages and random seeds."""
+        ``step``, the number of the next training step, is used in messages and random seeds.
+
+        If the model raises an exception, the engine cannot be used any more, unless ``failed`` is given: then it is
+        called with the exception, on the rank that has it, and the outputs of that micro-batch are missing.
+        """
         found: list[tuple[int, Any]] = []
         with self.evaluating():
-            self.run(batch, step, keep=lambda *part: found.append(part))
+            self.run(batch, step, keep=lambda *part: found.append(part), failed=failed)
         return found
 
     def run(
@@ -249,6 +255,7 @@ class ForwardEngine:
         denominator: float = 1.0,
         scale: float = 1.0,
         keep: Keep | None = None,
+        failed: Callable[[Exception], None] | None = None,
     ) -> list[Span]:
         """Run the schedule over a batch: its forwards, with ``training`` also its backwards, and with ``updates`` also
         the optimizer step. The other parameters are those of :class:`~parallax.runtime.executor.StepContext`."""
@@ -262,6 +269,7 @@ class ForwardEngine:
             training=training,
             scale=scale,
             keep=keep,
+            failed=failed,
         )
         try:
             with self._built.precision.products():

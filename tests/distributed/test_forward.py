@@ -273,3 +273,75 @@ def test_there_is_no_memory_for_gradients_and_optimizers(
         assert offloads or more < SMALL
         assert high <= limit
         assert (high > 0) is offloads
+
+
+# ---- exceptions of the model
+
+
+class Fuse(nn.Module):
+    blown = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.blown:
+            raise ValueError("blown")
+        return x
+
+
+def with_fuse() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Embedding(64, 16), nn.Linear(16, 16), nn.Linear(16, 16), Fuse(), nn.Linear(16, 64)
+    )
+
+
+def with_failures(case: Case, folder: Path) -> tuple[Parts, list[list[str]]]:
+    """Four batches: sound, one whose first row is no token, one in which the block before the last fails, sound."""
+    wrong = TensorRows(make_batch(8, 1).inputs(0, 8)[0].clone(), make_batch(8, 1).targets(0, 8))
+    wrong.inputs(0, 8)[0][0, 0] = 64
+    engine = built(case, folder)
+    found: Parts = []
+    errors: list[list[str]] = []
+    for step, batch in enumerate((make_batch(8, 0), wrong, make_batch(8, 2), make_batch(8, 3))):
+        failures: list[Exception] = []
+        Fuse.blown = step == 2
+        found.append(engine.predict(batch, failed=failures.append))
+        errors.append([type(each).__name__ for each in failures])
+    Fuse.blown = False
+    engine.close()
+    return found, errors
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"replicas": (1,)},
+        {"replicas": (1, 1)},
+        {"replicas": (1, 2)},
+        {"replicas": (2, 1)},
+        {"replicas": (1, 1), "schedule": "zb-v", "interleave": 2},
+        {"replicas": (1, 1), "parameter_offload": 1.0},
+    ],
+    ids=named,
+)
+def test_all_ranks_go_on_after_an_exception_of_the_model(
+    pool: Pool, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    case = Case(with_fuse, options=options)
+    found = pool.run(with_failures, case.world, case, tmp_path)
+    plan, model = plan_of(case), with_fuse().to(case.dtype)
+    model.load_state_dict(plain_blocks(case)[1])
+    whole = {(step, row) for step in (0, 3) for row in range(8)}
+    rows = set()
+    for parts, _ in found:
+        for step, several in enumerate(parts):
+            for first, outputs in several:
+                expected = model(*make_batch(8, step).inputs(first, first + len(outputs)))
+                assert torch.equal(outputs, expected)
+                rows |= {(step, first + n) for n in range(len(outputs))}
+    assert rows == whole | {(1, row) for row in range(4, 8)}
+    for rank, (_, errors) in enumerate(found):
+        assert not errors[0]
+        assert not errors[3]
+        assert set(errors[1]) <= ({"IndexError"} if rank in plan.ranks(0) else set())
+        assert set(errors[2]) <= {"ValueError"}
+    assert all(any(errors[step] for _, errors in found) for step in (1, 2))

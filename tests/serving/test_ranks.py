@@ -46,7 +46,7 @@ def scale(server: Server, count: object) -> int:
     return server.call("POST", "/v2/models/tiny/replicas", content).status
 
 
-def test_two_stages_answer_as_the_model_and_start_again_after_a_kill_and_a_wrong_row(
+def test_two_stages_answer_as_the_model_start_again_after_a_kill_and_go_on_after_a_wrong_row(
     folder: Path, serving_run: Serving
 ) -> None:
     server, model = serving_run(*TWO_STAGES), trained(folder)
@@ -59,7 +59,7 @@ def test_two_stages_answer_as_the_model_and_start_again_after_a_kill_and_a_wrong
         # A request that arrives meanwhile waits for the ranks.
         assert np.array_equal(infer_plainly(server, ROWS[:1]), forward(model, ROWS[:1]))
         assert server.get("/v2/health/ready").status == 200
-    wrong = ROWS[:1].copy()
+    wrong, before = ROWS[:1].copy(), {each.pid for each in ranks_of(server)}
     wrong[0, 3] = 256  # no token
     refused = server.infer(body(wrong))
     assert (refused.status, refused.error) == (
@@ -67,6 +67,7 @@ def test_two_stages_answer_as_the_model_and_start_again_after_a_kill_and_a_wrong
         "the model failed: IndexError: index out of range in self",
     )
     assert np.array_equal(infer_plainly(server, ROWS[:1]), forward(model, ROWS[:1]))
+    assert {each.pid for each in ranks_of(server)} == before
     assert server.metric("parallax_ready_replicas") == 1
     assert server.end() == 0
 
@@ -145,6 +146,9 @@ def test_ranks_of_torchrun_serve_and_drain(folder: Path) -> None:
     words = ["-m", "parallax", "serve", "tiny", "serve.port=0", *TWO_STAGES[1:]]
     server = start([*torchrun, *words], folder, "tiny")
     try:
+        assert np.array_equal(infer_plainly(server, ROWS[:3]), forward(trained(folder), ROWS[:3]))
+        wrong = np.full_like(ROWS[:1], 256)  # no token
+        assert server.infer(body(wrong)).status == 500
         assert np.array_equal(infer_plainly(server, ROWS[:3]), forward(trained(folder), ROWS[:3]))
         children = psutil.Process(server.process.pid).children()
         for each in children:

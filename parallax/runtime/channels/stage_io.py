@@ -107,9 +107,9 @@ class StageIO:
             ends[other].post(high - low)
 
     def receive(self, action: Action, copy: Copy = torch.clone) -> Tensors | None:
-        """Wait for the tensors of the receive ``action`` and return them; None if this rank has no rows. ``copy``
-        copies a tensor out of the channel's memory. It is only called for a single peer: parts of several peers are
-        copied when they are concatenated."""
+        """Wait for the tensors of the receive ``action`` and return them: None if this rank has no rows, an empty tuple
+        if a peer sent no tensors. ``copy`` copies a tensor out of the channel's memory. It is only called for a single
+        peer: parts of several peers are copied when they are concatenated."""
         ends, shares = self._receivers[action.kind, action.stage], self._shares(action)
         if not shares:
             return None
@@ -120,6 +120,8 @@ class StageIO:
             _check_rows(action, alone, high - low, unbatched)
             return alone
         pieces = [ends[other].receive(high - low) for other, (low, high) in shares]
+        if not all(pieces):
+            return ()
         for tensors, (_, (low, high)) in zip(pieces, shares):
             _check_rows(action, tensors, high - low, unbatched)
         return tuple(
