@@ -74,14 +74,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark cases of a ``sampled`` test as slow, all but about one in three.
+    """Mark cases of a ``sampled`` test as slow, all but about one in four.
 
     Multiples of the golden ratio, modulo 1, are distributed evenly and never repeat, so no value of a long product is
     left out by its position. A short product may lose values: mark its cases by hand, or none.
     """
     if not any(map(item.get_closest_marker, LONG)) and item.get_closest_marker("sampled"):
         test = item.nodeid.partition("[")[0]
-        if _cases[test] * _GOLDEN_RATIO % 1 >= 1 / 3:
+        if _cases[test] * _GOLDEN_RATIO % 1 >= 1 / 4:
             item.add_marker("slow")
         _cases[test] += 1
 

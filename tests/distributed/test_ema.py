@@ -174,6 +174,7 @@ def check(found: list[Averaged], expected: Averaged, tolerance: float) -> None:
     assert {name for each in found for name in each.averages} == set(expected.averages)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("plan", PLANS)
 def test_averages_are_those_of_torch(pool: Pool, tmp_path: Path, plan: str) -> None:
     case = CASE.under(**PLANS[plan])

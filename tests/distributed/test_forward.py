@@ -173,6 +173,7 @@ def features(case: Case, layer: str, folder: Path, checkpoint: Path) -> Parts:
     return parts
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize(
     "options",

@@ -133,6 +133,7 @@ def test_a_model_that_differs_in_evaluation_is_recorded_so_for_forwards_alone(na
     engine.close()
 
 
+@pytest.mark.slow
 def test_layers_with_fused_kernels_are_divided_for_training_only() -> None:
     blocks = {task: len(chain_of("Encoder", task).blocks) for task in PlanTask}
     assert blocks[PlanTask.TRAINING] == blocks[PlanTask.EVALUATION] > 5

@@ -44,6 +44,7 @@ def rates(rate: float, times: BatchTimes = TIMES, copies: int = 1, **settings: o
     return Rates.of(Server(times=times, copies=copies), config)
 
 
+@pytest.mark.slow
 def test_the_cost_of_http_is_measured_with_any_model() -> None:
     for model in (Doubled(), Prepared(2, 100, 10, 10**6)):
         found = http_seconds(model, ServeConfig(max_batch_rows=2))

@@ -76,6 +76,7 @@ def check(build: Callable[[], nn.Module], sample: Callable[[int], Any], layer: s
     return chain
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "layer", "blocks"),
     [

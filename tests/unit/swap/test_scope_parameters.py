@@ -80,6 +80,7 @@ def test_every_optimizer_is_exact(
     compare(scratch, optimize=optimize)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("loop", HABITS, ids=lambda loop: loop.__name__)
 @pytest.mark.filterwarnings("ignore:.* of offloaded weights stay:RuntimeWarning")
 def test_every_habit_is_exact(loop: Loop, scratch: Path) -> None:

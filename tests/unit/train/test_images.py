@@ -240,6 +240,7 @@ def test_wrong_settings_name_what_is_accepted(key: str, value: Any, accepted: st
 # ----------------------------------------------------------------------------------------- augmentation
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.parametrize("settings", [{}, {"transform": f"{HERE}:noisy"}, {"in_memory": True}])
 def test_augmented_rows_are_the_same_for_any_workers_and_micro_batches(

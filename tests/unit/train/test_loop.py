@@ -199,7 +199,7 @@ def test_a_run_says_what_its_swap_did(tmp_path: Path, capfd: pytest.CaptureFixtu
     (rank,) = looping(tmp_path, 1.0, OnDrift.IGNORE, schedule="gpipe", limit=LIMIT)["ranks"]
     lines = [line for line in capfd.readouterr().out.splitlines() if "  memory " in line]
     assert len(lines) == STEPS
-    assert all(" overlapped, " in line and " stalled)  " in line for line in lines)
+    assert all(" overlapped, " in line and " stalled)" in line for line in lines)
     swap, last = rank["swap"], rank["swap"]["last_step"]
     assert swap["limit_bytes"] == LIMIT
     assert 0 < swap["device_high_water_bytes"] <= LIMIT

@@ -136,6 +136,7 @@ def _check_refusal(settings: list[str], place: Path, cache: Path) -> None:
     assert place.name in line(settings)
 
 
+@pytest.mark.sampled
 @pytest.mark.skipif(os.getuid() != 0, reason="root alone becomes another user")
 @EVERY_KIND
 @pytest.mark.parametrize("what", ["file", "folder"])
