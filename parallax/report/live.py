@@ -1,7 +1,7 @@
 """The state of a run while it trains, read only from the files in its directory.
 
 No process of the run is contacted, so this works from any shell that sees the directory. A rank writes its status about
-once a second. If it has not done so for longer, it has died, or its host cannot be reached.
+once a second. If a rank has not written its status for longer, the rank has died, or its host cannot be reached.
 """
 
 from __future__ import annotations
@@ -36,8 +36,15 @@ _ENDED = {
 
 
 class RunState(StrEnum):
-    """The state of a run: it plans or starts its ranks; it trains; it trains although a rank has died; its ranks have
-    died, or their hosts cannot be reached; it has ended; or it has never started its ranks."""
+    """The state of a run.
+
+    ``STARTING``  the run plans, starts or restarts its ranks, or has not completed its first step
+    ``TRAINING``  all ranks train
+    ``FAILING``   some ranks no longer write their status: they have died, or their hosts cannot be reached
+    ``DEAD``      all ranks no longer write their status
+    ``ENDED``     all ranks have ended
+    ``IDLE``      the run has never started its ranks, and is not running
+    """
 
     STARTING = "starting"
     TRAINING = "training"
@@ -93,7 +100,7 @@ class LiveRun:
         return max(0.0, self.now - rank.time)
 
     def is_stale(self, rank: RankSnapshot) -> bool:
-        """Return whether ``rank`` has not ended and is silent."""
+        """Return whether ``rank`` should still run, but has stopped writing its status."""
         return not rank.ended and self.age(rank) > STALE_SECONDS
 
     def to_dict(self) -> dict[str, Any]:
@@ -111,7 +118,8 @@ class LiveRun:
 
 
 def read_live(directory: Path, now: float | None = None) -> LiveRun:
-    """Return the state of the run in ``directory`` at the time ``now``, by default the present."""
+    """Return the state of the run in ``directory``. ``now``: the present time in seconds since 1970; None reads the
+    clock."""
     now = time.time() if now is None else now
     ranks = tuple(load_snapshots(directory))
     state, message = _state(directory, ranks, now)
@@ -133,7 +141,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _changed(path: Path) -> float:
-    """Return the time of the last change to a file that only a running run changes."""
+    """Return the time of the last change to those files of a run that change only while the run is running."""
     files = [path / LOCK, path / "plan.yaml", path / FOLDER, *(path / FOLDER).glob("rank-*.json")]
     return max((_modified(file) for file in files), default=0.0)
 
@@ -173,7 +181,7 @@ def _state(directory: Path, ranks: tuple[RankSnapshot, ...], now: float) -> tupl
 
 
 def _losses(path: Path) -> Iterator[float]:
-    """Yield the losses at the end of a file of metrics."""
+    """Yield the last losses in the metrics file ``path``."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

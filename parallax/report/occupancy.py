@@ -1,5 +1,5 @@
-"""The memory that a stage's swap uses during one step, on the device and in the offload tier, drawn above the
-actions."""
+"""Draw the memory that a stage's swap uses during one step, on the device and in the offload tier, above a timeline of
+the actions."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def occupancy_png(steps: Sequence[Occupancy], path: Path) -> None:
 
 
 def fullest(steps: Sequence[Occupancy]) -> list[Occupancy]:
-    """Return at most ``MOST_STAGES`` of ``steps``, those whose bytes on the device come closest to their limit, ordered
-    by stage."""
+    """Return at most ``MOST_STAGES`` of ``steps``, ordered by stage. If there are more, those whose bytes on the device
+    come closest to their limit are returned."""
     order = sorted(steps, key=lambda step: -step.high(DEVICE_COLUMN) / (step.limit_bytes or 1))
     return sorted(order[:MOST_STAGES], key=lambda step: step.stage)
 

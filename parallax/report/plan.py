@@ -88,7 +88,8 @@ def _speed(plan: Plan) -> str:
 
 
 def _unused(plan: Plan) -> str:
-    """Return lines of text about devices that the plan does not use, and about replicas that never have rows."""
+    """Return a text about devices that the plan does not use, and about replicas that never have rows; empty if there
+    are neither."""
     used, text = plan.world_size, ""
     if plan.spare_devices:
         text = f"\n{used} of {used + plan.spare_devices} devices are used: with more the step would be no shorter"
@@ -103,7 +104,7 @@ def _unused(plan: Plan) -> str:
 
 
 def _alike(plan: Plan) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last stage of each series of stages that differ only in their first block."""
+    """Yield (first, last) of each series of consecutive stages that differ only in which blocks they hold."""
 
     def key(index: int) -> tuple[object, ...]:
         stage = plan.stages[index]
@@ -252,8 +253,9 @@ def _tier_peak(plan: Plan, pipeline_rank: int) -> int:
 
 
 def _columns(prediction: Prediction) -> list[tuple[int, int]]:
-    """Return the first and the last of each series of pipeline ranks with equal bytes and, to a hundredth of the step,
-    equal seconds. If there are many series, return only the first, the last, and those with the largest peaks."""
+    """Return (first, last) of each series of consecutive pipeline ranks that can share a column: their bytes are equal,
+    and their seconds are equal to a hundredth of the step. If there are too many series, return only the first series,
+    the last one, and those with the largest peaks."""
     stages = prediction.stages
 
     def key(index: int) -> tuple[object, ...]:

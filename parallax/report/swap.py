@@ -84,8 +84,8 @@ def swapped_ranks(summary: Mapping[str, Any]) -> list[Row]:
 
 
 def swap_tables(ranks: Sequence[Row]) -> RenderableType:
-    """Return tables of the means and peaks of each rank. For each stage there are also tables from the rank that waited
-    longest: the last step by micro-batch, and why tensors were moved or kept."""
+    """Return tables of the means and peaks of each rank. For each stage, two more tables show the rank that waited
+    longest: its last step by micro-batch, and why its tensors were moved or kept."""
     shown = worst_of_stages(ranks)
     return Group(_rank_table(ranks), _micro_table(shown), _decision_table(shown))
 
@@ -105,8 +105,8 @@ def _stalled(rank: Row) -> float:
 
 
 def _rank_table(ranks: Sequence[Row]) -> Table:
-    """Return a table of means and peaks by rank. It includes the memory that the tier allocated without using it, if
-    there is any."""
+    """Return a table of means and peaks by rank. The table includes memory that the offload tier allocated but did not
+    use, if there is any."""
     headings = ["rank", "stage", "out", "in", "stalled", "over-\nlapped", "limit", "filled", "tier"]
     tier_keys = ["tier_high_water_bytes"]
     if any(rank["swap"]["pinned_waste_bytes"] for rank in ranks):

@@ -30,7 +30,7 @@ def timeline_png(predicted: list[Span], measured: list[Span], path: Path) -> Non
     If ``measured`` is empty, the predicted timeline fills the picture.
 
     Each box is labelled with its micro-batch. Its grey part at the start is the time that the rank waited. Each
-    timeline begins at its first span. Ranks on several hosts are aligned only as well as the hosts' clocks.
+    timeline begins at its first span. Ranks on several hosts are aligned only as well as the clocks of the hosts agree.
     """
     from matplotlib.patches import Patch
 

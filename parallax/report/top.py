@@ -1,7 +1,8 @@
 """One frame of ``parallax top``: the ranks of a run as a table that fits into the terminal.
 
-Columns without a figure are hidden. If the others are too wide, memory is shown as a percentage and the step only in
-the heading. If they are still too wide, the least important columns are left out, and the last line names them.
+Columns without a figure are hidden. If the remaining columns are too wide, memory is shown as a percentage and the step
+only in the heading. If the columns are still too wide, the least important columns are left out, and the last line
+names them.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def _head(run: LiveRun, width: int) -> list[Text]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return ``values`` as at most ``width`` bars. If there are more values, each bar is the mean of several."""
+    """Return ``values`` as at most ``width`` bars. If there are more than ``width`` values, each bar is the mean of
+    several values."""
     count = min(width, len(values))
     bounds = [len(values) * place // count for place in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(bounds)]

@@ -1,4 +1,5 @@
-"""Chosen figures of a run or of a sweep's points, beside published ones, as a second table of ``parallax report``."""
+"""The second table of ``parallax report``: selected figures of a run or of a sweep's points, and published figures for
+comparison."""
 
 from __future__ import annotations
 
@@ -23,10 +24,11 @@ _MIB = 2**20
 class ReportConfig:
     """Figures that ``parallax report`` shows in a second table.
 
-    ``columns``: heading → a number of the run's ``summary.json`` (GROUP.NAME for one in a group), or a column of its
-    ``metrics.jsonl``, of which the last value counts; also multiplied or divided, as in ``wall_seconds / 2``.
-    ``published``: rows of published figures to show below the run's own, each a mapping from headings to texts, and
-    from ``name`` to where they are from.
+    ``columns``: heading → figure, for each column of the table. A figure is a number in the run's ``summary.json``
+    (GROUP.NAME for a number in a group), or the last value of a column in the run's ``metrics.jsonl``. It may be
+    multiplied or divided by a number, as in ``wall_seconds / 2``. ``published``: rows of published figures, shown below
+    the rows of the runs. Each row is a mapping from headings to texts; the text for ``name`` is the source of the
+    figures.
     """
 
     columns: dict[str, str] = field(default_factory=dict)
@@ -54,7 +56,7 @@ class ReportConfig:
 
 
 def beside_table(config: ReportConfig, points: Mapping[str, Mapping[str, float]]) -> Table:
-    """Return the table. ``points``: name of each point → its numbers."""
+    """Return the table of ``config``. ``points``: name of each point → its numbers."""
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     table.add_column("", overflow="fold")
     for heading in config.columns:
@@ -69,7 +71,8 @@ def beside_table(config: ReportConfig, points: Mapping[str, Mapping[str, float]]
 
 
 def _parts(text: str) -> tuple[str, float]:
-    """Return the name of a number and its factor."""
+    """Return the name in ``text``, a figure such as ``wall_seconds / 2``, and the factor by which the number of this
+    name is multiplied."""
     found = _FIGURE.fullmatch(text)
     assert found is not None
     name, operation, number = found.groups()

@@ -158,8 +158,8 @@ def _draw_frontier(axes: Any, found: list[Series]) -> None:
 
 
 def frontier(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the Pareto front of ``places``, pairs of (bytes, rate): the pairs that no other pair beats in both. They
-    are ordered by bytes."""
+    """Return the Pareto front of ``places``, which are pairs (bytes, rate), ordered by bytes. A pair is in the front if
+    no other pair has fewer or equal bytes and an equal or higher rate."""
     best: list[tuple[float, float]] = []
     for place in sorted(places, key=lambda each: (each[0], -each[1])):
         if not best or place[1] > best[-1][1]:
@@ -188,8 +188,8 @@ def _note(axes: Any, text: str, place: tuple[float, float], index: int) -> None:
 
 
 def _text(text: str) -> str:
-    """Return a user's text as a label that does not start with an underscore: matplotlib leaves such labels out of
-    legends."""
+    """Return a user's text as a label that does not start with an underscore, because matplotlib leaves labels with an
+    underscore out of legends."""
     short = _short(text)
     return f" {short}" if short.startswith("_") else short
 

@@ -7,7 +7,8 @@ The points of a series do the same work on different numbers of devices, under a
     strong    the same rows per step:                speed-up S(n) = rate(n) / rate(n0),  efficiency S(n) · n0 / n
     weak      the same rows per step and device:     efficiency = rate(n) / rate(n0) · n0 / n
 
-The point of a series with the fewest devices, n0, has speed-up 1. If there are several such points, it is the fastest.
+The points of a series are compared with its point with the fewest devices, n0, which has speed-up 1. If several points
+have n0 devices, the fastest of them is taken.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class PointResult:
 
     @property
     def error(self) -> float | None:
-        """Return the error of the predicted step time, as a fraction of the measured one."""
+        """Return the error of the predicted step time, as a fraction of the measured step time."""
         if not self.step_seconds or self.predicted_step_seconds is None:
             return None
         return self.predicted_step_seconds / self.step_seconds - 1
@@ -113,7 +114,8 @@ class Series:
 
     @property
     def smallest(self) -> PointResult:
-        """Return the point with which the others are compared: the fastest of those with the fewest devices."""
+        """Return the point with which all points of the series are compared: the fastest of the points with the fewest
+        devices."""
         fewest = min(point.devices or 0 for point in self.points)
         return max(
             (point for point in self.points if point.devices == fewest),
@@ -132,7 +134,8 @@ class Series:
         return Gain(speedup, speedup * (first.devices or 1) / (point.devices or 1))
 
     def doubt(self, point: PointResult) -> str:
-        """Return why the speed of ``point`` is doubtful, namely higher than its devices can reach; "" if it is not."""
+        """Return a message if the speed of ``point`` is doubtful, because it is higher than the devices of ``point``
+        can reach; otherwise ""."""
         first, gain = self.smallest, self.gain(point)
         if gain.efficiency <= 1 + _TOLERANCE or first.devices == point.devices:
             return ""
@@ -160,7 +163,7 @@ class SweepResults:
 
     @property
     def best(self) -> PointResult | None:
-        """Return the point with the best finite metric. Among equal ones, return the first."""
+        """Return the point with the best finite metric. Among points with equal metrics, return the first."""
         known = [(p, v) for p in self.points if (v := self.value(p)) is not None and isfinite(v)]
         if not known:
             return None
@@ -168,7 +171,8 @@ class SweepResults:
         return min(known, key=lambda pair: sign * pair[1])[0]
 
     def by_key(self, key: str) -> list[Series]:
-        """Return series of points that have a metric and differ only in the swept setting ``key``."""
+        """Return series of points. The points of a series have a metric, and differ only in the swept setting
+        ``key``."""
         known = [p for p in self.points if key in p.swept and self.value(p) is not None]
         return _series(known, lambda p: tuple(item for item in p.swept.items() if item[0] != key))
 
@@ -199,18 +203,19 @@ class SweepResults:
         return _series(self.timed, lambda p: (p.workload, p.unit, share(p)))
 
     def batches(self) -> list[Series]:
-        """Return series of points with equal layout and different numbers of rows."""
+        """Return series of points with equal layout, whose numbers of rows per step may differ."""
         full = [point for point in self.timed if point.peak is not None]
         return _series(full, lambda p: (p.workload, p.devices, p.layout))
 
     def models(self) -> list[Series]:
-        """Return series of points with equal model and data, and any other settings."""
+        """Return series of points with equal settings of model and data; their other settings may differ."""
         full = [point for point in self.timed if point.peak is not None]
         return _series(full, lambda p: (p.model, p.unit))
 
 
 def _series(points: Iterable[PointResult], key: Callable[[PointResult], Hashable]) -> list[Series]:
-    """Return series of the points with equal ``key``, in the order of their first points."""
+    """Return ``points`` as series. The points of a series have equal ``key(point)``. Series are in the order of their
+    first points."""
     found: dict[Hashable, list[PointResult]] = {}
     for point in points:
         found.setdefault(key(point), []).append(point)

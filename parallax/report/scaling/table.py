@@ -75,8 +75,8 @@ def _gain(gain: Gain | None) -> list[TableCell]:
 
 
 def results_table(results: SweepResults) -> RenderableType:
-    """Return the table for the terminal. Below it are the reasons of unfinished points, doubtful speeds, and the best
-    point."""
+    """Return the table for the terminal. Below the table are the reasons of unfinished points, doubtful speeds, and the
+    best point."""
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     longest = max((len(point.name) for point in results.points), default=0)
     for name in headings(results):
@@ -99,7 +99,7 @@ def results_table(results: SweepResults) -> RenderableType:
 
 
 def best_line(results: SweepResults) -> list[str]:
-    """Return a line with the best point and its overrides; an empty list if the sweep has no metric."""
+    """Return a list with one line about the best point and its overrides; an empty list if the sweep has no metric."""
     best = results.best
     if best is None or len(results.points) < 2:
         return []
@@ -148,8 +148,8 @@ def results_csv(results: SweepResults) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return ``text`` in a form that no spreadsheet takes for a formula, because a formula could read files or run
-    programs. Numbers are unchanged."""
+    """Return ``text`` in a form that spreadsheets do not evaluate as a formula, because a formula could read files or
+    run programs. Numbers are unchanged."""
     text = printable(text)
     with contextlib.suppress(ValueError):
         float(text)
@@ -190,7 +190,8 @@ def _rate(point: PointResult) -> TableCell:
 
 
 def _peaks(point: PointResult) -> TableCell:
-    """Return a cell with the peak memory of the first ranks and, if there are more, of the fullest rank."""
+    """Return a cell with the peak memory of every rank or, if there are more than ``MOST_RANKS`` ranks, of the fullest
+    rank only."""
     if point.peak is None:
         return TableCell(NONE)
     shown = point.peaks[:MOST_RANKS] if len(point.peaks) <= MOST_RANKS else (point.peak,)
