@@ -97,7 +97,8 @@ def figures_path(job: ForwardJob) -> Path:
 def evaluate(
     job: ForwardJob, engine: EvaluationEngine, source: Source, watchdog: Watchdog
 ) -> EvaluatedRun:
-    """Return loss and metrics of all held-out sets of ``source``; all ranks call it. Rank 0 shows progress."""
+    """Return loss and metrics of all held-out sets of ``source``. All ranks must call this function. Rank 0 shows
+    progress."""
     trainer, mesh = job.config.trainer, engine.mesh
     most = trainer.eval_batches if isinstance(trainer.eval_batches, int) else None
     sets = {
@@ -126,7 +127,7 @@ def evaluate(
 
 @contextlib.contextmanager
 def _advancing(held_out: HeldOut, title: str, watchdog: Watchdog, *, quiet: bool) -> Iterator[Any]:
-    """Yield the progress function of an evaluation. It makes each batch a phase of its own, so that
+    """Yield the progress function of an evaluation. Each batch is a separate phase of the watchdog, so that
     ``trainer.phase_seconds`` limits a single batch, not the whole evaluation."""
     with (
         contextlib.ExitStack() as phases,

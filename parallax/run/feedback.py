@@ -71,10 +71,11 @@ def correct(
 ) -> CorrectedProfile:
     """Correct the profile of the run in ``directory`` by measured times, write it, and return it.
 
-    ``slow``: rank → factor, for ranks that were slow. Their slowness is attributed to the devices, not to the blocks. A
-    factor that the run's measured actions do not confirm is ignored. A profile with slow devices is not cached, because
-    the devices of other runs may have full speed. Raises :class:`ConfigError` if the run recorded no steps, and
-    :class:`~parallax.errors.PlanError` if its files do not belong together.
+    ``slow``: rank → factor by which the rank was slower than comparable ranks. The slowness of these ranks is
+    attributed to their devices, not to the blocks. A factor that the run's measured actions do not confirm is ignored.
+    A profile with slow devices is not cached, because the devices of other runs may have full speed. Raises
+    :class:`ConfigError` if the run recorded no steps, and :class:`~parallax.errors.PlanError` if its files do not
+    belong together.
     """
     inputs = Inputs.load(inputs_path(directory / "plan.yaml"))
     inputs.check(plan)
@@ -140,7 +141,7 @@ def measured_spans(directory: Path, ranks: int) -> list[Span]:
 
 
 def check_spans(spans: Sequence[Span], directory: Path, plan: Plan) -> None:
-    """Raise :class:`ConfigError` if ``spans``, which were read from ``directory``, do not match ``plan``."""
+    """Raise :class:`ConfigError` if ``spans``, which were read from ``directory``, do not belong to ``plan``."""
     kinds = set(Kind)
     for span in spans:
         known = (

@@ -2,7 +2,7 @@
 
 ::
 
-    before the ranks    ForwardJob.plan(run, request)     settings ─> model ─> profile ─> plan; plain data
+    before the ranks    ForwardJob.of(run, request)       settings ─> model ─> profile ─> plan; plain data
     in each rank        job.build(...)                    this rank's stage of the plan, with the checkpoint's weights
 """
 
@@ -62,15 +62,15 @@ _ALL = "data"  # the set of all rows of other data
 
 @dataclass(frozen=True, kw_only=True)
 class NewRows:
-    """Rows without targets in the file or folder ``path``; "" if the data settings name the path. ``bad``: the reaction
-    to a row that cannot be read, stop or skip."""
+    """Rows without targets. ``path``: the file or folder of the rows; empty if the data settings name the path.
+    ``bad``: the reaction to a row that cannot be read, stop or skip."""
 
     path: str = ""
     bad: str = STOP
 
     def names_kind(self, overrides: Sequence[str]) -> bool:
-        """Return whether ``overrides`` choose the kind of data. Raises :class:`ConfigError` if neither they nor
-        ``path`` name the rows."""
+        """Return whether ``overrides`` choose the kind of data. Raises :class:`ConfigError` if neither ``overrides``
+        nor ``path`` name the rows."""
         named = any(each.startswith("data=") for each in overrides)
         if not named and not self.path:
             raise ConfigError(
@@ -79,7 +79,8 @@ class NewRows:
         return named
 
     def fitted(self, config: RunConfig) -> RunConfig:
-        """Return the settings with ``path``. The batch is made smaller if there are fewer rows."""
+        """Return ``config`` with ``path`` as the path of the data, and without held-out rows. If there are fewer rows
+        than in a global batch, the batch is reduced to them."""
         data = config.data
         if self.path and hasattr(data, "path"):
             data = replace(data, path=self.path)  # type: ignore[call-arg]
@@ -93,7 +94,7 @@ class NewRows:
         )
 
     def read_by(self, config: RunConfig) -> RunConfig:
-        """Return the settings with data that are read without targets."""
+        """Return ``config`` with data settings that read rows without targets."""
         return replace(config, data=UnlabelledDataConfig.of(config.data, self.bad))
 
 
@@ -102,8 +103,8 @@ class ForwardRequest:
     """The forwards that a user requests. ``overrides`` change the run's settings. ``choice``: the checkpoint.
     ``weights``: trained, ema, or None for the weights with which the run validated. ``devices``: the number of devices
     to plan for, unless the overrides set it. ``groups``: further groups of settings that the overrides may change.
-    ``rows``: new rows, which replace the run's data. ``layer``: a module, whose output is computed;
-    empty: the model's."""
+    ``rows``: new rows, which replace the run's data. ``layer``: the module whose output is computed; empty for the
+    output of the model."""
 
     task: PlanTask
     choice: CheckpointChoice
@@ -158,8 +159,8 @@ class ForwardRequest:
 
 
 def shared(config: RunConfig, directory: Path) -> RunConfig:
-    """Return the settings of one of ``serve.replicas`` copies, with an equal part of the devices and of the memory that
-    all may use. Raises :class:`ConfigError` for more copies than devices."""
+    """Return the settings for one of ``serve.replicas`` copies of the model. Each copy gets an equal part of the
+    devices and of the memory of each tier. Raises :class:`ConfigError` if there are fewer devices than copies."""
     copies, cluster = config.serve.replicas, local_cluster(config)
     if copies == 1:
         return config
@@ -179,13 +180,13 @@ def _reading(config: RunConfig) -> set[str]:
 
 
 def _holds_out(changed: Collection[str]) -> bool:
-    """Return whether the changed keys include the choice of held-out rows."""
+    """Return whether the keys ``changed`` include a setting that selects the held-out rows."""
     return any(key.split(".")[:2] == ["data", "validation"] for key in changed)
 
 
 def _with_all_rows(config: RunConfig) -> RunConfig:
-    """Return the settings for evaluating all rows of other data than the run's. The batch is made smaller if there are
-    fewer rows."""
+    """Return ``config`` with all rows of its data held out, so that all of them are evaluated. If there are fewer rows
+    than in a global batch, the batch is reduced to them."""
     data = config.data
     if not isinstance(data, IndexedDataConfig):
         return config
@@ -199,8 +200,8 @@ def _with_all_rows(config: RunConfig) -> RunConfig:
 class ForwardJob:
     """All that a rank needs to run forwards, as plain data that is equal on all ranks. ``directory``: the directory of
     the run. ``averaged``: use averaged weights. ``rows``: new rows, which replace the run's data. ``layer``: the module
-    whose output is computed; empty: the model's. ``remarks``: messages
-    for the user about the choice of the checkpoint and the devices."""
+    whose output is computed; empty for the output of the model. ``changed``: a line for each changed setting that
+    affects the figures. ``remarks``: messages for the user about the choice of the checkpoint and the devices."""
 
     config: RunConfig
     plan: Plan
@@ -222,7 +223,7 @@ class ForwardJob:
         present: Cluster | None = None,
     ) -> ForwardJob:
         """Return the job for ``request``: choose the checkpoint, and plan forwards for the present devices.
-        ``present``: the cluster of all nodes, if there are several; this process is on the first of them."""
+        ``present``: the cluster of all nodes, if there are several nodes; this process is on the first node."""
         checkpoint, averaged, chosen = request.chosen(run)
         config = request.settings(run)
         read = config if request.rows is None else request.rows.read_by(config)
@@ -300,8 +301,8 @@ class ForwardJob:
     def build_forward(
         self, chain: Chain, device: torch.device, command: str = "predict"
     ) -> ForwardEngine:
-        """Return this rank's engine with the checkpoint's weights and without a loss. All ranks call it. Swap files are
-        in the folder of ``command``."""
+        """Return this rank's engine with the checkpoint's weights and without a loss. All ranks must call this method.
+        Swap files are in the folder of ``command``."""
         config = self.config
         engine = ForwardEngine.build(
             chain,
@@ -316,7 +317,7 @@ class ForwardJob:
         return engine
 
     def build(self, chain: Chain, loss: Loss, device: torch.device) -> EvaluationEngine:
-        """Return this rank's engine with the checkpoint's weights and ``loss``. All ranks call it."""
+        """Return this rank's engine with the checkpoint's weights and ``loss``. All ranks must call this method."""
         config = self.config
         engine = EvaluationEngine.build(
             chain,
@@ -334,15 +335,15 @@ class ForwardJob:
 
 
 def counted(config: RunConfig, planned: Planned) -> RunConfig:
-    """Return the settings with ``cluster.devices`` set to the number of devices that the plan uses, by which ranks
-    divide the cores."""
+    """Return the settings with ``cluster.devices`` set to the number of devices that the plan uses. Ranks divide the
+    cores of the host by this number."""
     assert isinstance(config.cluster, ClusterConfig)
     return replace(config, cluster=as_planned(config.cluster, config.plan, planned.plan))
 
 
 def _averaged(run: StoredRun, checkpoint: Path, weights: str | None) -> bool:
-    """Return whether to use averaged weights. Raises :class:`ConfigError` if they are requested and the checkpoint has
-    none."""
+    """Return whether to use averaged weights. Raises :class:`ConfigError` if the user requests averaged weights and the
+    checkpoint has none."""
     if weights == TRAINED:
         return False
     there = bool(CheckpointReader(checkpoint).averages.get("updates"))
@@ -385,9 +386,9 @@ def stored_run(path: Path, runs: Path, overrides: Sequence[str]) -> StoredRun:
 
 
 def output_tensors(results: Any) -> list[tuple[str, Tensor]]:
-    """Return (name, tensor) for each tensor in a model's return value, except those without dimensions: a loss has no
-    rows. A single tensor is called ``output``; others are named by their keys or numbers. Raises :class:`ConfigError`
-    for two of the same name."""
+    """Return (name, tensor) for each tensor in a model's return value, except tensors without dimensions, such as a
+    loss, because they have no rows. A single tensor is called ``output``; others are named by their keys or numbers.
+    Raises :class:`ConfigError` if two tensors have the same name."""
     parts = [(path, part) for path, part in leaves(results) if isinstance(part, Tensor)]
     found = [(tensor_name(path, "output"), tensor) for path, tensor in parts if tensor.ndim]
     names = [name for name, _ in found]

@@ -55,7 +55,8 @@ _GROUPS_LATER = "optimizer.groups: planned without names of parameters, so patte
 
 
 def build_chain(config: RunConfig, layer: str = "") -> Chain:
-    """Return the model of ``config`` as a chain of blocks, up to the output of the module ``layer`` if it is given."""
+    """Return the model of ``config`` as a chain of blocks. ``layer``: the module at whose output the chain ends; empty
+    for the whole model."""
     model = built_model(config)
     return describe(
         model_factory(config),
@@ -72,7 +73,7 @@ def build_chain(config: RunConfig, layer: str = "") -> Chain:
 
 
 def model_factory(config: RunConfig) -> Callable[[], nn.Module]:
-    """Return the factory of the model, with the parameters frozen that ``optimizer.groups`` freezes."""
+    """Return a function that builds the model. Parameters that ``optimizer.groups`` freezes are frozen in the model."""
 
     def build() -> nn.Module:
         model = built_model(config).build()
@@ -92,7 +93,7 @@ def sample_inputs(config: RunConfig, rows: int) -> Any:
 
 
 def doing(config: RunConfig, what: str) -> str:
-    """Return the name of a phase, with the user's function that is called in it, if any."""
+    """Return ``what``, the name of a phase, followed by the user's function that is called in this phase, if any."""
     group = {"building the model": config.model, "fetching rows": config.data}[what]
     key = "model.target" if group is config.model else "data.target"
     target = getattr(group, "target", "")
@@ -107,8 +108,8 @@ def built_model(config: RunConfig) -> ModelConfig:
 
 
 def local_cluster(config: RunConfig) -> ClusterConfig:
-    """Return the cluster settings of ``config``. Raises :class:`ConfigError` if they name a cluster of the catalog,
-    whose machines are not present."""
+    """Return the cluster settings of ``config``. Raises :class:`ConfigError` if the settings name a cluster of the
+    catalog, because its machines are not present."""
     if isinstance(config.cluster, CatalogClusterConfig):
         raise ConfigError(
             "cluster=catalog: it is a cluster to plan for; train on this machine with cluster=local"
@@ -127,8 +128,8 @@ def check_devices(config: RunConfig) -> None:
 
 
 def device_kind(config: RunConfig) -> str:
-    """Return the kind of device to train on: that of the catalog cluster, if one is configured, or else of this
-    machine."""
+    """Return the kind of device to train on: the kind in the catalog cluster, if one is configured, otherwise the kind
+    in this machine."""
     if isinstance(config.cluster, CatalogClusterConfig):
         return config.cluster.kind.name
     return choose_devices(config.cluster).kind
@@ -199,8 +200,8 @@ def open_source(config: RunConfig, *, quiet: bool = True) -> Source:
 
 
 def with_steps(config: RunConfig) -> RunConfig:
-    """Return the settings with ``trainer.epochs``, if set, converted to ``trainer.steps``, and with the steps of an
-    epoch for a schedule in epochs."""
+    """Return the settings in steps instead of epochs: ``trainer.epochs``, if set, is converted to ``trainer.steps``,
+    and a schedule in epochs gets the number of steps of an epoch."""
     by_epochs = config.schedule.unit == "epochs"
     if not config.trainer.epochs and not by_epochs:
         return config
@@ -255,7 +256,7 @@ def first_batch(config: RunConfig, source: Source) -> Rows:
 
 
 def _sampled(config: RunConfig, *, quiet: bool = True) -> Rows:
-    """Return a batch to plan with. Raises :class:`DataError` if it has not as many targets as inputs."""
+    """Return a batch to plan with. Raises :class:`DataError` if the batch does not have as many targets as inputs."""
     source = open_source(config, quiet=quiet)
     batch = first_batch(config, source)
     wanted = config.trainer.global_batch
@@ -267,8 +268,8 @@ def _sampled(config: RunConfig, *, quiet: bool = True) -> Rows:
 
 
 def _check_inputs(what: str, batch: Rows) -> None:
-    """Raise :class:`DataError` if the inputs are a list of tensors, one for each row, instead of one tensor, or if they
-    are padded to the longest row of each batch."""
+    """Raise :class:`DataError` if the inputs are a list of tensors, one for each row, instead of one tensor, or if the
+    inputs are padded to the longest row of each batch."""
     one, two = (flatten(batch.inputs(0, rows))[0] for rows in (1, 2))
     if len(one) != len(two):
         raise DataError(
@@ -302,11 +303,11 @@ def plan_run(
     """Return the plan of ``config`` on this machine or for its catalog cluster.
 
     ``scratch``: the folder of swap files. ``profile``: used instead of a measured or derived profile. ``present``: the
-    cluster of all nodes of the run, if there are several; this process is on the first of them. ``verified``: the plan
-    will be trained, so the chain is compared with its model, and a batch is refused if its loss depends on its division
-    into micro-batches (:mod:`parallax.run.verified`). ``accept(chain)`` is called before weights are created, and
-    raises an error for a model that must not be planned. ``layer``: the module at whose output the model
-    ends; empty: its own.
+    cluster of all nodes of the run, if there are several nodes; this process is on the first node. ``verified``: the
+    plan will be trained, so the chain is compared with its model, and a batch is refused if its loss depends on its
+    division into micro-batches (:mod:`parallax.run.verified`). ``accept(chain)`` is called before weights are created,
+    and raises an error for a model that must not be planned. ``layer``: plan the model only up to the output of this
+    module; empty for the whole model.
     """
     task = PlanTask(config.task)
     if isinstance(config.cluster, CatalogClusterConfig):
@@ -498,8 +499,8 @@ def read_profile(config: RunConfig, path: Path) -> ModelProfile:
 
 
 def _shapes(config: RunConfig, chain: Chain) -> Sample:
-    """Return a function that returns inputs and targets of n rows. They are meta tensors if the shapes of rows are
-    known, or else rows of the data source."""
+    """Return a function that returns inputs and targets of n rows. If the shapes of rows are known, these are meta
+    tensors; otherwise they are rows of the data source."""
     if (shapes := config.data.shapes(config.model)) is not None:
         return shapes
     batch = _sampled(config)

@@ -86,8 +86,9 @@ def node_devices(config: ClusterConfig, nodes: Nodes) -> DeviceChoice:
 
 
 def share_devices(config: ClusterConfig, nodes: Nodes, *, select: bool) -> None:
-    """Exchange the devices of all ranks, so that this process can plan for them. Every rank of torch's default group
-    calls it. ``select``: first select this rank's device, by the rank's index on its host."""
+    """Exchange the devices of all ranks, so that this process can plan for all devices of its node. Every rank of
+    torch's default group must call this function. ``select``: first select this rank's device, by the rank's index on
+    its host."""
     kind, local_rank = chosen_kind(config), os.environ.get("LOCAL_RANK")
 
     def own() -> OwnDevice | None:
@@ -126,8 +127,9 @@ def measured_cluster(
 def join_nodes(
     config: ClusterConfig, swap: SwapConfig, nodes: Nodes, scratch: Path | None
 ) -> Joined:
-    """Return the cluster of all nodes. Every rank of torch's default group calls it. ``scratch``: the folder of swap
-    files. Nodes with the same kind of devices all count as the weakest of them, so that a plan fits on each.
+    """Return the cluster of all nodes. Every rank of torch's default group must call this function. ``scratch``: the
+    folder of swap files. Among nodes with the same kind of devices, every node gets the smallest capacities and speeds
+    of all of them, so that a plan fits on each node.
 
     Raises :class:`~parallax.errors.UnfitHostError` if a setting requests more than some nodes have.
     """

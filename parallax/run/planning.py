@@ -75,7 +75,7 @@ class Planned:
 
 
 def settle(choice: DeviceChoice) -> None:
-    """Configure the threads and the allocator of this process like those of a rank."""
+    """Configure this process like a rank: the number of threads, and the allocator."""
     torch.set_num_threads(choice.threads)
     if choice.kind == "cpu":
         use_one_arena()  # before a thread has another
@@ -96,8 +96,8 @@ def _settled(cluster: ClusterConfig, count: int) -> DeviceChoice:
 
 
 def _given(cluster: ClusterConfig, plan: PlanConfig) -> int:
-    """Return the number of devices that a plan may use. On this machine it is at least the number that ``plan``
-    requests."""
+    """Return the number of devices that a plan may use. For this machine, the result is at least the number that
+    ``plan`` requests."""
     alone = [each for each in (plan.stages, plan.replicas) if isinstance(each, int)]
     return choose_devices(cluster, at_least=plan.ranks or max([1, *alone])).count
 
@@ -127,7 +127,7 @@ def plan_model(
     ``optimizer``: settings, or a function that takes parameter groups and returns a torch optimizer. ``averages``:
     reserve memory for averaged weights. ``gather_loss``: compute the loss once over all rows of a batch, as contrastive
     losses need. ``profile`` replaces the measurement. ``present``: the cluster of all nodes of the run, if there are
-    several; this process is on the first of them. ``scratch``: the folder of swap files. Raises
+    several nodes; this process is on the first node. ``scratch``: the folder of swap files. Raises
     :class:`~parallax.errors.InfeasiblePlan` if no plan fits.
     """
     cluster, swap, plan = cluster or ClusterConfig(), swap or SwapConfig(), plan or PlanConfig()
@@ -188,8 +188,8 @@ def _stepped(
 
 
 def as_planned(cluster: ClusterConfig, requested: PlanConfig, plan: Plan) -> ClusterConfig:
-    """Return the settings of ``cluster`` for the ranks of ``plan``: as many devices as it uses. On a CPU, each device
-    keeps the number of threads with which it was measured, even if the plan uses fewer devices."""
+    """Return the settings of ``cluster`` for the ranks of ``plan``, with as many devices as the plan uses. On a CPU,
+    each device keeps the number of threads with which it was measured, even if the plan uses fewer devices."""
     counted = dataclasses.replace(cluster, devices=plan.world_size)
     if requested.ranks is not None or cluster.threads != AUTO or chosen_kind(cluster) != "cpu":
         return counted

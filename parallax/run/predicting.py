@@ -44,8 +44,8 @@ _TAG = 2**20  # of messages with outputs: no route between stages has it
 
 @dataclass(frozen=True)
 class PredictedRun:
-    """The result of a prediction: the rows written and skipped in total, the rows computed by this process, and its
-    seconds."""
+    """The result of a prediction: the total numbers of rows that were written and skipped, the number of rows that this
+    start of the command computed, and the seconds that it took."""
 
     rows: int
     skipped: int
@@ -73,8 +73,8 @@ class _NotingRows(RowsOf):
 def predict(
     engine: ForwardEngine, source: IndexedSource, size: int, watchdog: Watchdog, to: Outputs
 ) -> PredictedRun:
-    """Write the model's outputs for all rows of ``source``, in batches of ``size`` rows; all ranks call it. Rank 0
-    shows progress."""
+    """Write the model's outputs for all rows of ``source``, in batches of ``size`` rows. All ranks must call this
+    function. Rank 0 shows progress."""
     mesh, table = engine.mesh, source.table
     assert isinstance(table, UnlabelledTable)
     first = broadcast_result(lambda: to.begin(table.fingerprint))
@@ -143,8 +143,8 @@ _Head = list[tuple[int, list[tuple[str, tuple[int, ...], torch.dtype]]]]
 def _collected(
     mesh: Mesh, mine: list[tuple[int, Named]], bad: dict[int, str]
 ) -> tuple[list[tuple[int, Named]], dict[int, str]]:
-    """Return the outputs and the bad rows of all ranks on rank 0; other ranks get only their own. Only ranks of the
-    last stage send tensors."""
+    """Return the outputs and the bad rows of all ranks on rank 0. Other ranks get only their own outputs and bad rows.
+    Only ranks of the last stage send tensors."""
     if mesh.world is None:
         return mine, bad
     head: _Head = [(at, [(n, tuple(t.shape), t.dtype) for n, t in named]) for at, named in mine]

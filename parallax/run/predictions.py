@@ -37,8 +37,9 @@ _SKIPPED = ".skipped.jsonl"
 @dataclass(frozen=True, kw_only=True)
 class PredictedRows:
     """The outputs of consecutive rows before row ``end``. ``rows``: the numbers of the rows. ``names``: the files of
-    the rows, if they have any. ``lengths``: the lengths of the rows without padding, if known. ``padded``: their length
-    with padding. ``bad``: number and reason of each row that is left out. ``bad_names``: the files of these rows."""
+    the rows, if they have any. ``lengths``: the lengths of the rows without padding, if known. ``padded``: the length
+    of every row with its padding. ``bad``: number and reason of each row that is left out. ``bad_names``: the files of
+    these rows."""
 
     end: int
     rows: Array
@@ -68,7 +69,8 @@ class PredictedRows:
 
 
 def check_columns(rows: PredictedRows) -> None:
-    """Raise :class:`ConfigError` for outputs that a table of numbers beside ``row`` and ``file`` cannot hold."""
+    """Raise :class:`ConfigError` for outputs that cannot be columns of a table: complex numbers, and outputs called
+    ``row`` or ``file``, which are the names of the table's own columns."""
     for name, values in rows.columns.items():
         if name in ("row", "file"):
             raise ConfigError(
@@ -241,9 +243,9 @@ def _concatenate(file: IO[bytes], parts: Iterable[Path]) -> None:
 
 @dataclass
 class Outputs:
-    """The output file ``path`` of a prediction. ``top``: how many of the best classes to write; 0 writes all outputs.
-    ``bad``: stop or skip at bad rows. ``request``: the options and settings of the command; only a prediction with
-    equal ones is resumed."""
+    """The output file ``path`` of a prediction. ``top``: the number of best classes to write; 0 writes all outputs.
+    ``bad``: the reaction to a bad row, stop or skip. ``request``: the options and settings of the command; a prediction
+    is resumed only with the same options and settings."""
 
     path: Path
     top: int
@@ -298,7 +300,7 @@ class Outputs:
         return found
 
     def _resumed(self, found: ForwardJob, file: Path) -> ForwardJob:
-        """Return the stored job ``found`` with this command's reaction to bad rows, which replaces the earlier one in
+        """Return the stored job ``found`` with this command's reaction to bad rows. The reaction is also stored in
         ``file``."""
         if found.rows is None or found.rows.bad == self.bad:
             return found
@@ -322,7 +324,7 @@ class Outputs:
         return self._first
 
     def add(self, rows: PredictedRows) -> None:
-        """Append rows. A part is written when there are enough of them."""
+        """Append rows. A part is written as soon as enough rows have been appended."""
         if self._pending and rows.shapes != self._shapes:
             self._write_part()
         if self._shapes and rows.shapes != self._shapes and self._format.one_shape:

@@ -37,8 +37,8 @@ def check_start(run: PreparedRun) -> None:
 
 
 def check_start_together(run: PreparedRun, nodes: Nodes) -> None:
-    """Check that each node has enough memory and disk for its own ranks. Every rank of torch's default group calls it.
-    Raises :class:`~parallax.errors.UnfitHostError` if some hosts have too little and others do not."""
+    """Check that each node has enough memory and disk for its own ranks. Every rank of torch's default group must call
+    this function. Raises :class:`~parallax.errors.UnfitHostError` if some hosts have too little and others do not."""
     mine = [rank for rank, host in enumerate(nodes.hosts) if host == nodes.hosts[nodes.rank]]
     where = f"node {printable(nodes.name(nodes.rank))}"
 
@@ -51,7 +51,7 @@ def check_start_together(run: PreparedRun, nodes: Nodes) -> None:
 
 def check_versions(nodes: Nodes) -> None:
     """Raise :class:`~parallax.errors.UnfitHostError` if ranks have different versions of Python, torch, numpy or
-    Parallax, on which a run's numbers and files depend. Every rank of torch's default group calls it."""
+    Parallax, on which a run's numbers and files depend. Every rank of torch's default group must call this function."""
     first = Elastic.gather(nodes).measure(nodes)
     found = all_gather_result(versions)
     why: dict[str, str] = {}
@@ -128,9 +128,9 @@ def _swap_files(run: PreparedRun, ranks: Sequence[int]) -> list[FolderNeeds]:
 
 
 def _checkpoints(run: PreparedRun, ranks: Sequence[int]) -> list[FolderNeeds]:
-    """Return the disk space for the checkpoints to keep and one that is being written, less the existing files that
-    will be deleted. If there are several hosts, only the files of ``ranks`` count. Empty if the size of a checkpoint is
-    unknown."""
+    """Return the disk space that checkpoints will need: the bytes of all checkpoints to keep and of one that is being
+    written, less the bytes of existing files. If there are several hosts, only the files of ``ranks`` count. Return an
+    empty list if the size of a checkpoint is unknown."""
     folder = run.config.checkpoint.folder(run.directory, run.config.name)
     profile, there = _profile(run.directory), list_checkpoints(folder)
     pipeline_ranks = {run.plan.coordinate(rank).pipeline_rank for rank in ranks}

@@ -71,7 +71,7 @@ def prepare(
     directory exists, the run resumes from its last checkpoint, under any plan, with its stored settings changed by
     ``overrides``.
 
-    ``present``: the cluster of all nodes of the run, if there are several; this process is on the first of them.
+    ``present``: the cluster of all nodes of the run, if there are several nodes; this process is on the first node.
     ``patience_seconds``: how long to wait if another process has locked the directory.
     """
     with working(console, "planning") as work:
@@ -150,8 +150,8 @@ def free_name() -> str:
 
 
 def _counted(config: RunConfig, plan: Plan) -> RunConfig:
-    """Return the settings with ``cluster.devices`` set to the number of devices that the plan uses, by which ranks
-    divide the cores."""
+    """Return the settings with ``cluster.devices`` set to the number of devices that the plan uses. Ranks divide the
+    cores of the host by this number."""
     cluster = config.cluster
     return (
         replace(config, cluster=as_planned(cluster, config.plan, plan))

@@ -1,4 +1,4 @@
-"""The server's side of the ranks of one copy of a model: their connections, and the batches that they compute."""
+"""The server's connections with the ranks of one copy of a model, and the batches that these ranks compute."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class RanksLost(ParallaxError):
 
 @dataclass(eq=False)
 class _Waiting:
-    """A message to which ``answers`` ranks have still to answer. ``parts``: the outputs of a batch so far, by first
-    row; ``step``: of the weights."""
+    """A message that some ranks have not answered yet. ``answers``: the number of missing answers. ``runs``: whether
+    the message is a batch. ``parts``: first row → outputs of a part of the batch, for the parts received so far.
+    ``step``: the step of the weights that the answering ranks have."""
 
     answers: int
     step: int = 0
@@ -41,8 +42,8 @@ class _Waiting:
 
 @dataclass(frozen=True)
 class RankLink:
-    """The connection with a rank. ``reads``: the rank needs the tensors of a batch; ``step``: of the weights that it
-    has loaded."""
+    """The connection with a rank. ``reads``: whether the rank needs the tensors of a batch. ``step``: the step of the
+    weights that the rank has loaded."""
 
     socket: socket.socket
     reads: bool
@@ -50,10 +51,11 @@ class RankLink:
 
 
 class RankGroup:
-    """The ranks of one copy. ``lost`` is called once, by any thread, when a connection ends.
+    """The ranks of one copy of a model. ``lost`` is called once, by any thread, when a connection ends.
 
-    ``step``           of the weights
-    ``fetched_bytes``  of offloaded parameters that the ranks have fetched
+    ``step``           the step of the weights
+    ``fetched_bytes``  the bytes of offloaded parameters that the ranks have fetched so far
+    ``model_failed``   whether the model has raised an exception, after which a copy with several ranks cannot continue
     """
 
     def __init__(self, links: Sequence[RankLink], lost: Callable[[], None]) -> None:
@@ -66,31 +68,33 @@ class RankGroup:
             self._selector.register(link.socket, selectors.EVENT_READ)
 
     def start(self) -> None:
-        """Receive answers from now on."""
+        """Start the thread that receives the ranks' answers."""
         threading.Thread(target=self._read, daemon=True).start()
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Named, int]:
-        """Return the outputs of a batch, and the step of the weights that computed them. Raises
-        :class:`RanksLost` or :class:`ModelFailed`."""
+        """Return the outputs of a batch, and the step of the weights that computed them. Raises :class:`RanksLost` if a
+        connection ends, and :class:`ModelFailed` if the model raises an exception."""
         found = self._request({"do": "run", "rows": len(tensors[0])}, tensors)
         return joined([found.parts[first] for first in sorted(found.parts)]), found.step
 
     def load(self, checkpoint: Path, *, averaged: bool) -> None:
-        """Load the weights of ``checkpoint`` on all ranks, after the batches before. Raises :class:`ModelFailed` with
-        the reason if a rank cannot; then none has changed its weights. Raises :class:`RanksLost`."""
+        """Load the weights of ``checkpoint`` on all ranks, after all batches that were sent before. Raises
+        :class:`ModelFailed` with the reason if a rank cannot load them; then no rank has changed its weights. Raises
+        :class:`RanksLost` if a connection ends."""
         message = {"do": "load", "checkpoint": str(checkpoint), "averaged": averaged}
         self._request(message)
 
     def end(self) -> None:
-        """Let the ranks end in order."""
+        """Ask the ranks to end after the messages that they have received."""
         with self._sending:
             for link in self._links:
                 with contextlib.suppress(OSError):
                     send(link.socket, {"do": "end"})
 
     def _request(self, message: dict[str, Any], tensors: Sequence[Tensor] = ()) -> _Waiting:
-        """Send a message to all ranks and wait for their answers. Only ranks that read inputs get the tensors."""
-        waiting = _Waiting(len(self._links))
+        """Send a message to all ranks, and return it with their answers. Only ranks that read inputs get the
+        tensors."""
+        waiting = _Waiting(len(self._links), runs=message["do"] == "run")
         with self._sending:
             number = next(self._numbers)
             with self._changed:
@@ -142,7 +146,7 @@ class RankGroup:
             return self._waiting.pop(number).done
 
     def _end(self) -> None:
-        """Fail all batches that wait, once."""
+        """Raise :class:`RanksLost` in all threads that wait for answers. The first call also calls ``lost``."""
         with self._changed:
             first, self._ended = not self._ended, True
             left, self._waiting = [*self._waiting.values()], {}
@@ -153,7 +157,7 @@ class RankGroup:
 
 
 def joined(parts: Sequence[Named]) -> Named:
-    """Return the outputs of all rows from those of parts of the rows, in order."""
+    """Return the outputs of all rows, concatenated from ``parts``: the outputs of consecutive groups of rows."""
     return [
         (same[0][0], torch.cat([tensor for _, tensor in same]) if len(same) > 1 else same[0][1])
         for same in zip(*parts)
@@ -161,6 +165,6 @@ def joined(parts: Sequence[Named]) -> Named:
 
 
 def introduced(link: socket.socket) -> RankLink:
-    """Wait for the introduction of the rank at the other end."""
+    """Receive the first message of the rank at the other end of ``link``, and return the connection with that rank."""
     hello, _ = receive(link)
     return RankLink(link, bool(hello["reads"]), int(hello["step"]))

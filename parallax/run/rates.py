@@ -33,7 +33,8 @@ _MOST_BYTES = (
 
 
 def check_rates(config: RunConfig) -> None:
-    """Raise :class:`ConfigError` if a rate is stated, and the settings do not plan a server."""
+    """Raise :class:`ConfigError` if the settings have ``serve.requests_per_second`` but do not plan a server: the task
+    must be inference, and the global batch must be ``serve.max_batch_rows``."""
     serve, rows = config.serve, config.trainer.global_batch
     key = f"serve.requests_per_second={serve.requests_per_second:g}"
     if config.task != PlanTask.INFERENCE:
@@ -46,7 +47,7 @@ def check_rates(config: RunConfig) -> None:
 
 
 def planned_rates(config: RunConfig, planned: Planned) -> Rates:
-    """Return the prediction for a server of one copy of the plan."""
+    """Return the predicted latencies of a server that runs one copy of the plan."""
     plan, local = planned.plan, isinstance(config.cluster, ClusterConfig)
     kind = planned.cluster.devices[0].kind
     server = server_of(
@@ -60,7 +61,8 @@ def planned_rates(config: RunConfig, planned: Planned) -> Rates:
 
 
 def measured_rates(model: TimedModel, job: ForwardJob, copies: int = 1) -> Rates:
-    """Return the prediction for a server that starts, from batches of ``model``."""
+    """Return the predicted latencies of a server with ``copies`` copies of ``model``, from measured batches of
+    ``model``."""
     from parallax.serve.timing import http_seconds
 
     config, kind = job.config.serve, choose_devices(local_cluster(job.config)).kind
@@ -77,7 +79,7 @@ def measured_rates(model: TimedModel, job: ForwardJob, copies: int = 1) -> Rates
 
 
 def devices_present(config: RunConfig, plan: Plan) -> int:
-    """Return the number of devices at hand."""
+    """Return the number of devices of this machine or, for a catalog cluster, of that cluster."""
     if isinstance(config.cluster, ClusterConfig):
         return choose_devices(config.cluster).count
     return plan.world_size + plan.spare_devices
@@ -96,7 +98,8 @@ def batch_times(profile: ModelProfile, cluster: Cluster, plan: Plan) -> BatchTim
 
 
 def stage_shares(plan: Plan) -> list[float]:
-    """Return, for each pipeline rank, the predicted fraction of a batch's latency for which it is busy."""
+    """Return, for each pipeline rank, the predicted fraction of a batch's latency during which the rank is busy. Return
+    an empty list if the plan has no prediction."""
     seconds = plan.prediction.step_seconds
     return [min(1.0, _busy(stage) / seconds) for stage in plan.prediction.stages] if seconds else []
 

@@ -1,4 +1,4 @@
-"""Copies of a run's model for one server, each computed by ranks of its own.
+"""Copies of a run's model for one server. Each copy has separate ranks.
 
 ::
 
@@ -7,8 +7,9 @@
                      └── copy 1 ── fork server ──┬── rank 0, stage 0
                                                  └── rank 1, stage 1
 
-If a rank ends, all ranks of its copy are started again. Batches that they had not answered are computed again, by
-another copy if there is one. The server sets each answer once, so no request gets two.
+If a rank ends, the other ranks of its copy are killed, and all ranks of the copy are started again. Their unanswered
+batches are computed again, by the next copy that is free. The server sets each answer once, so no request gets two
+answers.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ Say = Callable[[str], None]
 
 
 class StartFailed(ParallaxError):
-    """The ranks of a copy cannot be started; ``exit_code`` is theirs."""
+    """The ranks of a copy could not be started. ``exit_code``: the exit code of the ranks."""
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text)
@@ -65,8 +66,9 @@ class StartFailed(ParallaxError):
 
 
 class Replica:
-    """One copy: its ranks, which a thread starts, and starts again when they end. ``file`` holds the job; ``devices``:
-    the index of the first device; ``changed`` is called, by any thread, when :attr:`free` may have changed."""
+    """One copy of the model. A thread starts the ranks of the copy, and starts them again when they end. ``file``: the
+    file with the job. ``devices``: the index of the copy's first device. ``changed``: called, by any thread, when
+    :attr:`free` may have changed."""
 
     def __init__(
         self,
@@ -93,12 +95,13 @@ class Replica:
 
     @property
     def ready(self) -> bool:
-        """Whether all ranks are there."""
+        """Whether all ranks have connected and the copy is not being closed."""
         return self._group is not None and not self._ending
 
     @property
     def free(self) -> int:
-        """The batches that the copy can take now. A batch in each stage keeps all of them at work."""
+        """The number of further batches that the copy can take now. A copy takes at most one batch for each of its
+        stages, which keeps all stages busy."""
         if self._held or not self.ready:
             return 0
         return max(0, len(self._job.plan.stages) - self._at_work)
@@ -116,19 +119,19 @@ class Replica:
 
     @property
     def at_work(self) -> int:
-        """The number of batches that the copy computes."""
+        """The number of batches that the copy is computing, including reserved ones."""
         return self._at_work
 
     def reserve(self) -> bool:
-        """Reserve the copy for a batch, if it is free; return whether it was."""
+        """Reserve the copy for one batch, if it is free. Return whether it was free."""
         with self._lock:
             reserved = self.free > 0
             self._at_work += reserved
         return reserved
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Named, int]:
-        """Return the outputs of a reserved batch, and the step of the weights. Raises :class:`RanksLost` or
-        :class:`ModelFailed`."""
+        """Return the outputs of a batch, and the step of the weights that computed them. Call :meth:`reserve` before.
+        Raises :class:`RanksLost` or :class:`ModelFailed`."""
         try:
             if (group := self._group) is None:
                 raise RanksLost("the ranks have ended")
@@ -140,8 +143,8 @@ class Replica:
             self._changed()
 
     def load(self, job: ForwardJob) -> str:
-        """Take over the checkpoint of ``job`` between two batches. Return why it cannot be loaded; empty if it was. A
-        copy that is not ready loads it when it starts."""
+        """Load the checkpoint of ``job`` between two batches. Return an empty text, or the reason why the checkpoint
+        cannot be loaded. A copy that is not ready loads the checkpoint when it starts."""
         try:
             with self._without_batches():
                 if (group := self._group) is not None:
@@ -153,7 +156,7 @@ class Replica:
         return ""
 
     def close(self) -> None:
-        """Let the ranks end after the batches that they compute. Called once."""
+        """End the ranks after the batches that they are computing. Call this method only once."""
         self._ending = True
         self._changed()
         with self._without_batches():
@@ -163,7 +166,7 @@ class Replica:
 
     @contextlib.contextmanager
     def _without_batches(self) -> Iterator[None]:
-        """A context in which the copy computes nothing and takes no batches."""
+        """A context in which the copy computes no batch and takes none. Entering it waits for the current batches."""
         try:
             with self._lock:
                 self._held = True
@@ -195,7 +198,7 @@ class Replica:
                     self._attempt(server)
 
     def _attempt(self, server: ForkServer) -> None:
-        """Start all ranks, and wait for their end."""
+        """Start all ranks, and wait until they have ended."""
         folder = Path(tempfile.mkdtemp(prefix=f"{self._number}-", dir=self._folder))
         ranks, report = self._job.plan.world_size, folder / "exit-report"
         heartbeats = Heartbeats(folder, ranks, Requests())
@@ -222,7 +225,8 @@ class Replica:
             self._failed(failure, came=came.is_set())
 
     def _failed(self, failure: Failure, *, came: bool) -> None:
-        """Say why the ranks ended, and pause before the next start, or give the copy up. ``came``: they had started."""
+        """Print why the ranks ended. Then pause before the next start, or give up the copy. ``came``: whether the ranks
+        had connected before they ended."""
         self._failed_starts = 0 if came else self._failed_starts + 1
         text, code = failure.report.text, failure.report.code
         if not came and (
@@ -236,7 +240,7 @@ class Replica:
             time.sleep(min(_PAUSE_SECONDS * 2 ** (self._failed_starts - 1), _LONGEST_PAUSE_SECONDS))
 
     def _accept(self, listener: socket.socket, server: ForkServer, came: threading.Event) -> None:
-        """Accept the connections of all ranks; then the copy is ready."""
+        """Wait until all ranks have connected. Then the copy is ready."""
         links = list[RankLink]()
         try:
             while len(links) < self._job.plan.world_size:
@@ -250,7 +254,7 @@ class Replica:
         self._changed()
 
     def _lost(self, server: ForkServer) -> None:
-        """Kill the ranks that are left after one has ended."""
+        """Kill the remaining ranks after one rank has ended."""
         self._group = None
         self._changed()
         if not self._ending:
@@ -279,7 +283,8 @@ class Replica:
 
 
 class Replicas(RunModel):
-    """The model of ``job`` in copies: at most ``most``, as many as :meth:`scale` says. ``say`` prints a line."""
+    """The model of ``job``, computed by several copies. :meth:`scale` sets the number of copies; it is at most
+    ``most``. ``say`` prints a line."""
 
     def __init__(self, job: ForwardJob, say: Say) -> None:
         super().__init__(job, build_chain(job.config))
@@ -334,8 +339,9 @@ class Replicas(RunModel):
                 self._lock.wait(1.0)
 
     def compute(self, tensors: Sequence[Tensor]) -> tuple[Named, int]:
-        """See :class:`~parallax.run.serving.RunModel`. A batch whose ranks end is computed again, once.
-        Raises :class:`ModelFailed`, or :class:`RequestError` if the ranks end again."""
+        """Return the outputs of a batch, and the step of the weights that computed them. If the ranks that compute the
+        batch end, the batch is computed once more. Raises :class:`ModelFailed`, or :class:`RequestError` if the ranks
+        end again."""
         for _ in range(_ATTEMPTS):
             copy = self._free_copy()
             try:
@@ -345,13 +351,14 @@ class Replicas(RunModel):
         raise RequestError(503, "the ranks that computed it ended", _RETRY_SECONDS)
 
     def scale(self, replicas: int) -> None:
-        """See :class:`~parallax.serve.model.ServedModel`. A copy that stops answers its batches before."""
+        """Start or stop copies until ``replicas`` run. Returns at once. A copy that stops first completes its
+        batches."""
         self.replicas = replicas
         threading.Thread(target=self._scale, daemon=True).start()
 
     def load(self, job: ForwardJob) -> str:
-        """Take over the checkpoint of ``job``, one copy after the other. If one cannot load it, the copies that start
-        later load the checkpoint from before."""
+        """Load the checkpoint of ``job`` in one copy after the other. Return an empty text, or the reason of the first
+        copy that cannot load it. In this case, copies that start later load the previous checkpoint."""
         with self._scaling:
             before = self._job
             self._write(job)  # copies that start from now on load it
@@ -404,7 +411,7 @@ class Replicas(RunModel):
         self._changed()
 
     def _free_copy(self) -> Replica:
-        """Reserve a batch of the free copy with the fewest batches; wait for one."""
+        """Reserve the free copy that computes the fewest batches, and return it. If no copy is free, wait for one."""
         with self._lock:
             while not self._closed:
                 for copy in sorted([*self._copies.values()], key=lambda each: each.at_work):

@@ -1,4 +1,4 @@
-"""Resume a run with its stored settings, changed by the overrides as far as its checkpoint allows.
+"""Resume a run with its stored settings and the overrides that its checkpoint allows.
 
 The directory of a run holds its settings, so its name is enough to resume it. Overrides are applied to the stored
 settings. Settings that a checkpoint depends on cannot be changed, since that would train another model under the old
@@ -56,8 +56,9 @@ class Settings:
 
 
 def settings(overrides: Sequence[str], runs: Path) -> Settings:
-    """Return the settings that ``overrides`` define. If they name a run in ``runs``, they change its stored settings.
-    If there is no such run, or with ``trainer.resume=never``, they change the defaults."""
+    """Return the settings that ``overrides`` define. If the overrides name a run in ``runs``, they are applied to the
+    stored settings of that run. If there is no such run, or with ``trainer.resume=never``, they are applied to the
+    defaults."""
     name = configuration.override_value(overrides, "name")
     if (
         name == "auto"
@@ -83,7 +84,7 @@ def settings(overrides: Sequence[str], runs: Path) -> Settings:
 
 
 def _without_other_length(stored: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """Return the stored settings without a length of the run that ``overrides`` replace. If only steps are set, the
+    """Return the stored settings, without the length of the run if ``overrides`` replace it. If only steps are set, the
     stored epochs are removed. If the length is given in epochs, the stored steps are removed, because they depend on
     other settings, such as the batch."""
     steps, epochs = (
@@ -135,7 +136,7 @@ def read_stored(directory: Path) -> str:
 
 def load_stored(file: Path, text: str) -> RunConfig:
     """Return the stored settings from their ``text``. The user must trust the class paths in ``file``. Settings that an
-    earlier version did not store get their defaults, and a line names them."""
+    earlier version did not store get their defaults, and a printed line names these settings."""
     added: list[str] = []
     try:
         config = configuration.load(text, added)
@@ -173,7 +174,7 @@ def check_resumable(directory: Path, stored: RunConfig, config: RunConfig) -> No
 def check_model_of(folder: Path, chain: Chain) -> None:
     """Raise :class:`CheckpointError`, with names, if the last checkpoint in ``folder`` is of another model than
     ``chain``, because code may have changed although the settings are equal. ``chain`` has no weights yet. A damaged
-    checkpoint is ignored here. It is reported on loading, which then uses an older one."""
+    checkpoint is ignored here. The code that loads checkpoints reports the damage and uses an older checkpoint."""
     for path in list_checkpoints(folder)[-1:]:
         with contextlib.suppress(CheckpointError):
             reader = CheckpointReader(path)
@@ -201,7 +202,8 @@ def _lost(stored: RunConfig, config: RunConfig, checkpoint: Path) -> Iterator[st
 
 
 def _same_rows(config: RunConfig, checkpoint: Path) -> bool:
-    """Whether the text data has the content that the checkpoint was trained on, whatever its path."""
+    """Whether the text data has the same content as the data that the checkpoint was trained on, even if the path
+    differs."""
     if not config.data.identifies_rows:
         return False
     try:

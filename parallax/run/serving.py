@@ -30,7 +30,7 @@ _FOLLOW_SECONDS = 1.0  # between two looks for a new checkpoint
 
 
 class RunModel(ServedModel):
-    """The model of a run: its name, inputs and outputs. Subclasses compute."""
+    """A run's model for a server, with its name, inputs and outputs. Subclasses compute the batches."""
 
     def __init__(self, job: ForwardJob, chain: Chain) -> None:
         self.name = job.directory.resolve().name
@@ -58,19 +58,20 @@ class RunModel(ServedModel):
 
     @abstractmethod
     def load(self, job: ForwardJob) -> str:
-        """Take over the checkpoint of ``job``; return why it cannot be loaded, or an empty text."""
+        """Load the checkpoint of ``job``. Return an empty text, or the reason why the checkpoint cannot be loaded."""
 
     @abstractmethod
     def close(self) -> None: ...
 
     def run(self, tensors: Sequence[Tensor]) -> BatchOutputs:
-        """See :class:`~parallax.serve.model.ServedModel`."""
+        """Return the outputs of a batch. The version of the outputs is the step of the weights that computed them."""
         named, step = self.compute(tensors)
         return BatchOutputs([tensor for _, tensor in named], str(step))
 
     def try_forward(self) -> None:
-        """Set the outputs to those of a forward of zeros. Raises :class:`ConfigError` for outputs that cannot be
-        divided by rows."""
+        """Run a forward of zeros, and set ``outputs`` to the names, dtypes and shapes of its outputs. Raises
+        :class:`ConfigError` if an output cannot be served: its first dimension is not the rows, or its dtype is not
+        supported."""
         self.outputs = self._output_specs()
 
     def _output_specs(self) -> tuple[TensorSpec, ...]:
@@ -94,7 +95,7 @@ class RunModel(ServedModel):
 
 
 class LocalModel(RunModel):
-    """Computes in this process."""
+    """The model of ``job``, computed in this process."""
 
     def __init__(self, job: ForwardJob, engine: ForwardEngine, chain: Chain) -> None:
         super().__init__(job, chain)
@@ -128,7 +129,8 @@ class LocalModel(RunModel):
 
 
 def open_model(job: ForwardJob) -> LocalModel:
-    """Return the model of ``job``, whose plan has one rank, in this process with the checkpoint's weights."""
+    """Return the model of ``job`` in this process, with the checkpoint's weights. The plan of ``job`` must have one
+    rank."""
     config = job.config
     choice = choose_devices(local_cluster(config))
     settle(choice)
@@ -139,8 +141,9 @@ def open_model(job: ForwardJob) -> LocalModel:
 
 
 def input_specs(chain: Chain, sample: Any, tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
-    """Return the model's inputs, named by the keys of ``sample`` or the arguments of the model's forward. Sizes are
-    those of the run's rows; -1 where the model was recorded for any size."""
+    """Return name, dtype and shape of each input of the model. Names are the keys of ``sample`` or the arguments of the
+    model's forward. Shapes are those of the run's rows. A size of -1 means any size: the number of rows, and dimensions
+    for which the model was recorded with any size."""
     paths = [path for path, part in leaves(sample) if isinstance(part, Tensor)]
     arguments = _arguments(chain)
     specs = []
@@ -188,8 +191,8 @@ def follow(
     say: Callable[[str], None],
     over: threading.Event,
 ) -> None:
-    """Have ``model``, which serves ``job``, take over each new checkpoint of ``run`` that ``request`` chooses, until
-    ``over`` is set. ``say`` prints a line."""
+    """Load each new checkpoint of ``run`` that ``request`` chooses into ``model``, until ``over`` is set. ``job``: the
+    job that ``model`` serves at the start. ``say`` prints a line."""
     seen = job.checkpoint
     while not over.wait(_FOLLOW_SECONDS):
         try:

@@ -28,7 +28,8 @@ Front = Callable[[RunModel], None]
 
 
 class StartedModel(RunModel):
-    """The model of ``job``, computed by ranks that run already. They end with the first that fails."""
+    """The model of ``job``, computed by ranks that torchrun or Slurm has started. If one rank fails, all of them
+    end."""
 
     def __init__(self, job: ForwardJob, links: Sequence[RankLink]) -> None:
         super().__init__(job, build_chain(job.config))
@@ -60,7 +61,8 @@ class StartedModel(RunModel):
 
 
 def serve_together(job: ForwardJob, watch: Watch, front: Front) -> None:
-    """Be a rank of ``job``; every rank of torch's world calls it. Rank 0 calls ``front`` on a thread."""
+    """Run one rank of ``job`` until the server ends. Every rank of torch's default group must call this function. Rank
+    0 also calls ``front``, in a thread, with the model to serve."""
     rank, nodes = dist.get_rank(), Nodes.gather()
     listener: socket.socket | None = None
     invitation: Any = None
@@ -92,7 +94,8 @@ def _serve(
     front: Front,
     errors: list[BaseException],
 ) -> None:
-    """Accept all ranks, and serve the model that they compute; end them afterwards."""
+    """Wait until all ranks have connected, and call ``front`` with their model. Afterwards end the ranks. An exception
+    is added to ``errors``."""
     try:
         with _ranks(listener, token, job.plan.world_size) as links:
             model = StartedModel(job, [introduced(link) for link in links])
@@ -106,7 +109,7 @@ def _serve(
 
 @contextlib.contextmanager
 def _ranks(listener: socket.socket, token: str, count: int) -> Iterator[list[socket.socket]]:
-    """Yield the connections of all ranks; they are closed at the end, at which the ranks end."""
+    """Yield the connections of all ``count`` ranks. At the end of the context they are closed, which ends the ranks."""
     with listener:
         links = [link.socket for link in welcome(listener, token, count).values()]
     try:

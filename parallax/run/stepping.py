@@ -36,13 +36,13 @@ def stepped_by(
     averages: bool = False,
 ) -> _Costs:
     """Return ``costs``, measured with AdamW and its two states per weight, converted to ``optimizer``. ``averages``:
-    the optimizer also averages the weights. Raises :class:`~parallax.errors.ConfigError` for an optimizer that no plan
-    can step.
+    whether the optimizer also averages the weights. Raises :class:`~parallax.errors.ConfigError` for an optimizer that
+    no plan can step.
 
     The bytes of states per byte of parameters are those of the block of ``chain`` with the highest ratio; without a
-    chain, those of a large matrix or embedding. The seconds of an elementwise step are computed from its memory
-    traffic: it reads weight, gradient and states, and writes weight and states. Any other step is timed on ``device``,
-    relative to AdamW's, on parameters of the chain.
+    chain, they are those of a large matrix or embedding. The seconds of an elementwise step are computed from its
+    memory traffic: it reads weight, gradient and states, and writes weight and states. Any other step is timed on
+    ``device``, relative to AdamW's, on parameters of the chain.
     """
     if chain is None:
         matrix = nn.Parameter(torch.empty(4096, 4096, device="meta"))

@@ -1,5 +1,5 @@
-"""Verify a run before its first step: the chain of blocks computes the same as the model, and batches may be divided
-into micro-batches."""
+"""Verify a run before its first step: whether the chain of blocks computes the same as the model, and whether batches
+may be divided into micro-batches."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def verify_run(
 
 
 def _padded_rows(config: RunConfig) -> Rows | None:
-    """Return rows of ``config``, some of which may be padded; None if rows are not padded, or if the model gets a
-    mask."""
+    """Return some rows of ``config``, which may include padded rows. Return None if this kind of data has no padding,
+    or if the model gets a mask for the padding."""
     if not config.data.pads_rows or config.model.name == "huggingface":
         return None
     source: Any = config.data.open(config.model, config.seed)

@@ -1,12 +1,12 @@
 """Run long work of a command: show its current phase, end it on Ctrl-C, and end it if it hangs.
 
 Before there are ranks, the command itself runs the user's code: factories of the model and of the rows, and a forward
-of each block. This code may hang, or be inside a call that handles no signal. So a watchdog thread checks it, with the
-same time limits as for ranks::
+of each block. This code may hang, or be inside a call that handles no signal. So a watchdog thread checks the main
+thread, with the same time limits as for ranks::
 
     main thread       building the model ── model.target ── sleeps ...
     watchdog thread   checks for signs of life each second ──────────> a signal: the main thread raises and cleans up;
-                                                                       if it does not, the report, and the process ends
+                                                                       if it does not, the watchdog reports and ends it
 
 Under torchrun, a rank's :class:`~parallax.runtime.failure.watch.Watch` does this instead.
 """
@@ -88,7 +88,8 @@ def working(console: Console, what: str) -> Iterator[LongWork]:
 
 
 class _SparseLines:
-    """Prints the phases of ``what`` as lines on stderr, for output that is no terminal, at most every 30 s."""
+    """Prints the phases of ``what`` as lines on stderr, at most one line every 30 s. It is used if the output is no
+    terminal."""
 
     def __init__(self, what: str) -> None:
         self._what, self._console = what, safe_console(stderr=True)
@@ -101,8 +102,9 @@ class _SparseLines:
 
 
 class _Watchdog:
-    """The watchdog thread. It replaces the caller's signal handlers, and passes each signal on to them. While it starts
-    or closes, signals are held back: with only some handlers installed, a signal could end the process."""
+    """The watchdog thread. It replaces the caller's signal handlers, and passes each signal on to them. Signals are
+    held back while the watchdog starts or closes, because a signal could end the process while only some handlers are
+    installed."""
 
     def __init__(self, what: str, work: LongWork) -> None:
         self._what, self._work = what, work
@@ -147,7 +149,7 @@ class _Watchdog:
         self._answer_held()
 
     def _answer(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal on the main thread, so that the watchdog need not end the process."""
+        """Handle a signal on the main thread. After this the watchdog need not end the process."""
         self._answered = True
         if self.holding:
             self._held.append(number)

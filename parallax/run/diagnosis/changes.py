@@ -47,8 +47,8 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change of the settings: ``text`` describes it, ``overrides`` are to be typed, and ``seconds`` is the predicted
-    time from one step to the next with the change."""
+    """A change of the settings. ``text`` describes the change. ``overrides`` are the settings that the user must type.
+    ``seconds``: the predicted time from one step to the next with the change."""
 
     cause: Cause
     text: str
@@ -99,7 +99,7 @@ def diagnose(run: FittedRun, requested: RequestedSettings) -> Diagnosis:
 
 
 class _Doctor:
-    """Simulates a run without single causes, and with changed settings."""
+    """Simulates a run with one cause removed, and with changed settings."""
 
     def __init__(self, run: FittedRun, requested: RequestedSettings) -> None:
         self._run, self._requested, self._plan = run, requested, run.plan
@@ -158,8 +158,9 @@ class _Doctor:
         )
 
     def _named(self, costs: dict[Cause, float]) -> Cause:
-        """Return the cause to report for time that swapping costs. It is the slow tier if this explains more than half
-        of the time, because more memory would only work around it. Otherwise it is the memory budget."""
+        """Return the cause to report for time that swapping costs. The cause is the slow offload tier if the tier
+        explains more than half of this time, because more memory would not repair the tier. Otherwise the cause is the
+        memory budget."""
         tier, budget = costs.get(Cause.TIER, 0.0), costs.get(Cause.BUDGET, 0.0)
         return Cause.TIER if 2 * tier > budget else Cause.BUDGET
 
@@ -254,7 +255,7 @@ class _Doctor:
         )
 
     def _around_the_slow(self) -> Iterator[Change]:
-        """Yield the changes that give slow ranks less work, or none."""
+        """Yield the changes that give slow ranks less work, or that leave out the devices of slow ranks."""
         run, ranks = self._run, ", ".join(map(str, self._run.slow))
         if (found := self._searched(run.as_run, self._requested.plan)) is not None:
             text = f"plan again with what was measured, so that rank {ranks} gets less"
@@ -273,9 +274,9 @@ class _Doctor:
 
     @cached_property
     def _least_budget(self) -> tuple[str, float, Plan] | None:
-        """The smallest memory budget, among some, under which a step is almost as fast as with unlimited memory: the
-        budget as text, the seconds of the step, and the plan. None if no budget is configured, or if none of those
-        tried suffices."""
+        """The smallest of several tested memory budgets under which a step is almost as fast as with unlimited memory:
+        the budget as text, the seconds of a step, and the plan. None if no budget is configured, or if no tested budget
+        is large enough."""
         if self._requested.device_memory == AUTO:
             return None
         plenty = self._with_memory(None)
@@ -308,7 +309,7 @@ class _Doctor:
             )
 
     def _host_memory(self, cause: Cause) -> Iterator[Change]:
-        """Yield the change that offloads to host memory, if that is large enough."""
+        """Yield the change that offloads to host memory, if the host memory is large enough."""
         hosts = with_host_tier(self._run.cluster.slowed(self._run.slow))
         if hosts is None or (found := self._searched(hosts, self._requested.plan)) is None:
             return
@@ -317,7 +318,7 @@ class _Doctor:
             yield self._change(cause, text, [f"swap.tier={found.tier}"], found, hosts)
 
     def _recomputing(self, cause: Cause) -> Iterator[Change]:
-        """Yield the changes that move less to the offload tier."""
+        """Yield the change that recomputes activations instead of offloading them."""
         if self._requested.plan.activations == Directive.RECOMPUTE:
             return
         config = replace(self._requested.plan, activations=str(Directive.RECOMPUTE))
@@ -336,7 +337,8 @@ class _Doctor:
         )
 
     def _other_layout(self) -> Iterator[Change]:
-        """Yield the change to the best plan without the user's constraints, if that is another plan."""
+        """Yield the change to the best plan that the planner finds without the user's constraints, if it differs from
+        the run's plan."""
         free = PlanConfig(replan=self._requested.plan.replan)
         found = self._searched(self._run.as_run, free, microbatch=AUTO)
         if found is None or found.decisions() == self._plan.decisions():
@@ -362,8 +364,8 @@ class _Doctor:
         yield self._change(Cause.LAYOUT, text, overrides, found, self._run.as_run)
 
     def _resident(self, plan: Plan) -> list[str]:
-        """Return ``plan.optimizer=device`` and ``plan.parameters=device``, each if the run's plan offloads the states
-        or parameters and ``plan`` does not. They must be typed, because the planner does not use the run's
+        """Return ``plan.optimizer=device`` and ``plan.parameters=device``, each only if the run's plan offloads these
+        tensors and ``plan`` does not. The user must type these settings, because the planner does not use the run's
         measurements."""
         shares = {"optimizer": "optimizer_offload", "parameters": "parameter_offload"}
         return [
@@ -376,7 +378,8 @@ class _Doctor:
     def _searched(
         self, cluster: Cluster, config: PlanConfig, *, microbatch: int | str | None = None
     ) -> Plan | None:
-        """Return the best plan for ``cluster``; None if no plan fits, or if its schedule is not known here."""
+        """Return the best plan for ``cluster``; None if no plan fits, or if the plan needs a schedule that this process
+        has not imported."""
         with contextlib.suppress(ParallaxError):
             return search(
                 self._run.profile,
@@ -393,8 +396,9 @@ class _Doctor:
         return self._run.seconds(cluster=cluster, plan=plan, reads=self._reads_of(plan))
 
     def _reads_of(self, plan: Plan) -> Sequence[float]:
-        """Return the seconds of reading rows by rank under ``plan``. The measured seconds of the first and of the last
-        stage are divided evenly among the replicas of the new stages."""
+        """Return the seconds of reading rows by rank under ``plan``. The measured seconds of the first stage are
+        divided evenly among the replicas of the new first stage, and those of the last stage among the replicas of the
+        new last stage."""
         found = [0.0] * plan.world_size
         ends = {0: 0, len(self._plan.stages) - 1: len(plan.stages) - 1}
         for before, after in ends.items():

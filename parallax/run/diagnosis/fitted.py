@@ -1,4 +1,4 @@
-"""A simulation of a run, whose inputs are those of the run's plan, corrected by the measurements."""
+"""The simulation of a run. Its inputs are the inputs of the run's plan, corrected by the run's measurements."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ class FittedRun:
 
     @cached_property
     def computing(self) -> float:
-        """The ratio of measured to planned seconds of computing. The slowness of ``slow`` ranks counts as planned."""
+        """The measured seconds of computing, divided by the predicted seconds. The prediction already includes that
+        ``slow`` ranks are slow."""
         planned = busy_by_rank(predict(self.planned, self.as_run, self.plan).spans)
         return sum(busy_by_rank(self.measured.spans).values()) / max(1e-12, sum(planned.values()))
 
@@ -166,7 +167,8 @@ def with_tier_speed(cluster: Cluster, share: float) -> Cluster:
 
 
 def with_host_tier(cluster: Cluster) -> Cluster | None:
-    """Return ``cluster`` with devices that offload to host memory; None if they already do, or cannot."""
+    """Return ``cluster`` with devices that offload to host memory. Return None if the devices already do so, or if they
+    cannot."""
     found = [device.offloading_to_host() for device in cluster.devices]
     known = [device for device in found if device is not None]
     return cluster.with_devices(known) if len(known) == len(found) else None
@@ -174,8 +176,8 @@ def with_host_tier(cluster: Cluster) -> Cluster | None:
 
 def with_reads(profile: ModelProfile, plan: Pipeline, reads: Sequence[float]) -> ModelProfile:
     """Return ``profile`` with the time of reading rows added to the forwards of the first and the last block.
-    ``reads``: the seconds of reading in a step, by rank. The slowest replica of the first stage and that of the last
-    stage count."""
+    ``reads``: the seconds of reading in a step, by rank. In the first and in the last stage, only the replica that
+    reads longest counts."""
     stages = len(plan.stages)
     both = stages > 1 and plan.pipeline_rank(0) == plan.pipeline_rank(stages - 1)
     count = plan.micro_batches(plan.global_batch) * (2 if both else 1)

@@ -66,7 +66,7 @@ class Measured:
 
     @classmethod
     def read(cls, directory: Path, plan: Plan) -> Measured:
-        """Read the files of the run in ``directory``. Raises :class:`ConfigError` if it has recorded no steps."""
+        """Read the files of the run in ``directory``. Raises :class:`ConfigError` if the run has recorded no steps."""
         spans = measured_spans(directory, plan.world_size)
         if not spans:
             raise ConfigError(

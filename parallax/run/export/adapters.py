@@ -1,4 +1,4 @@
-"""The adapters of a run in the format of peft."""
+"""Export the adapters of a run in the format of peft."""
 
 from __future__ import annotations
 

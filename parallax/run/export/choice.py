@@ -19,8 +19,8 @@ _SHOWN = 12  # steps that an error lists
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointChoice:
-    """Which checkpoint to use: that of ``step``, or with ``best`` the best by ``checkpoint.metric``; by default the
-    last."""
+    """The user's choice of a checkpoint. ``step``: the checkpoint of this step. ``best``: the checkpoint with the best
+    ``checkpoint.metric``. If neither is set, the last checkpoint is chosen."""
 
     step: int | None = None
     best: bool = False
@@ -53,8 +53,8 @@ def _best(
     found: Sequence[Path], last: Path, metric: str, metrics: MetricsConfig
 ) -> tuple[Path, str]:
     """Return the checkpoint with the best value of ``metric``, which is a loss or one of ``metrics``, and a remark.
-    Among equal ones, the latest is chosen. Checkpoints after ``last`` are ignored, because the run did not resume from
-    them."""
+    Among checkpoints with equal values, the latest is chosen. Checkpoints after ``last`` are ignored, because the run
+    did not resume from them."""
     found = [path for path in found if path.name <= last.name]
     for name in dict.fromkeys((metric, _USUAL)):
         values = {path: _value(path, name) for path in found}

@@ -6,8 +6,8 @@ weight under all of its names. ``optimizer`` has ``state`` by parameter name, an
 Tensors are read one at a time.
 
 The files are written by torch's own writer. Their index, ``.metadata``, is a pickle of torch's classes. torch executes
-it when it reads the files, so the user must trust their author. ``parallax import`` does not execute it
-(:mod:`parallax.model.files.distributed`).
+this pickle when it reads the files, so whoever reads them must trust their author. ``parallax import`` does not execute
+the pickle (:mod:`parallax.model.files.distributed`).
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ class CheckpointTensors:
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint with its model, which is on the meta device, and the ``weights`` to export. ``settings``: the
-    settings of the run."""
+    """A checkpoint to export, with its model, which is on the meta device, and the ``weights`` to export. ``settings``:
+    the settings of the run."""
 
     model: nn.Module
     reader: CheckpointReader

@@ -1,4 +1,4 @@
-"""A folder of transformers: weights, configuration, tokenizer and processor."""
+"""Export a folder of transformers: weights, configuration, tokenizer and processor."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def _write_beside(model: Any, source: Path | None, folder: Path) -> list[str]:
 
 
 def _check_as_configured(model: Any) -> None:
-    """Raise :class:`ConfigError` if a factory changed the model, for example by adapters or another head. The
-    configuration that is exported would then load another model."""
+    """Raise :class:`ConfigError` if a factory changed the model, for example by adapters or another head. Transformers
+    would otherwise build another model from the exported configuration."""
     kind = class_of_transformers(model)
     due = deferred_init(lambda: kind(copy.deepcopy(model.config)), seed=1).model
     shapes, wanted = (

@@ -1,8 +1,8 @@
-"""The weights of a base with the adapters of a checkpoint merged into them.
+"""The weights of a base model with the adapters of a checkpoint merged into them.
 
 The checkpoint holds only the adapters, so the values of the base model are created as at the start of the run: by the
 model's constructor, or from its weight files. Each tensor of the base is compared with its checksum in the checkpoint.
-Peft merges the adapters module by module, so that only one module is in memory.
+Peft merges the adapters module by module, so that only one module is in memory at a time.
 """
 
 from __future__ import annotations
@@ -98,8 +98,9 @@ class MergedTensors:
         return self._last[1][name]
 
     def _memo(self, module: nn.Module, held: Mapping[str, Tensor]) -> dict[int, Any]:
-        """Return a ``memo`` for deepcopy that gives the copy of ``module`` real values: the checkpoint's, for those
-        tensors in ``held`` that it has; for all others, those at the start of the run."""
+        """Return a ``memo`` for deepcopy, by which the copy of ``module`` gets real values. Tensors in ``held`` that
+        are in the checkpoint get the checkpoint's values. All other tensors get the values that they had at the start
+        of the run."""
         names = {id(tensor): self._names[id(tensor)] for tensor in held.values()}
         filled = {key for key, name in names.items() if name in self._saved}
         made = self._values.deepcopy_memo(module, self._dtype, {}, filled)

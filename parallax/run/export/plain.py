@@ -1,4 +1,4 @@
-"""The weights alone, as safetensors files."""
+"""Export the weights alone, as safetensors files."""
 
 from __future__ import annotations
 

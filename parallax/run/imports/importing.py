@@ -178,8 +178,8 @@ class _Import:
                     )
 
     def _weight(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the value of the tensor ``name`` in the checkpoint's dtype: the source's master weight or, if there is
-        none, the source's weight or, if there is none either, the value from the model's constructor."""
+        """Return the value of the tensor ``name`` in the checkpoint's dtype. The value is the source's master weight.
+        If the source has none, it is the source's weight, or else the value from the model's constructor."""
         held = self._source.weights.find(name, self._aliases)
         if MASTER in self._source.states.get(name, {}):
             value = self._source.read_state(name, MASTER)
@@ -202,12 +202,13 @@ class _Import:
         raise AssertionError(name)
 
     def _dtype_of(self, tensor: Tensor) -> torch.dtype:
-        """Return the dtype in the checkpoint: for floating-point tensors the dtype of the masters."""
+        """Return the dtype of ``tensor`` in the checkpoint. Floating-point tensors have the dtype of the master
+        weights."""
         return self._chain.dtype if tensor.is_floating_point() else tensor.dtype
 
 
 def _free_directory(config: RunConfig) -> Path:
-    """Return the directory of the new run. Raises :class:`ConfigError` if it exists."""
+    """Return the directory of the new run. Raises :class:`ConfigError` if the directory exists."""
     check_name(config.name)
     directory = RUNS / config.name
     saved = config.checkpoint.folder(directory, config.name)

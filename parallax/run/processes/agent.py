@@ -81,8 +81,8 @@ class Agent:
         restarts: Restarts,
         folder: Path,
     ) -> int | None:
-        """Start the ranks with one fork server, again after each transient failure, and return the exit code. Return
-        None if the fork server was lost and a new one may continue."""
+        """Start the ranks with one fork server, and start them again after each transient failure. Return the exit
+        code, or None if the fork server was lost and a new one may continue."""
         with (
             ForkServer(self.directory, environment, self.libraries, self.command) as server,
             forwarder.to(server),
@@ -135,8 +135,8 @@ class Agent:
         report: FailureReport | None,
         early: Sequence[int],
     ) -> int | None:
-        """Return the exit code if the ranks ended normally or on request; None if they failed, or ended too
-        ``early``."""
+        """Return the exit code if the ranks ended normally or on request, otherwise None. ``early``: the ranks that
+        ended with exit code 0 before the run was complete."""
         stopped = report is not None and report.how is FailureKind.STOPPED
         ended = {*codes.values()} - {0}
         stop_requested = (
@@ -148,7 +148,7 @@ class Agent:
         return 0 if well and not early else None
 
     def _say_stopped(self, number: int, report: FailureReport | None) -> int:
-        """Print the progress of a run that was requested to end, and return the exit code. ``number``: the signal that
+        """Print how far a run has come that was requested to end, and return the exit code. ``number``: the signal that
         this process received, or 0 if the ranks received a signal, which ``report`` names."""
         when = "before its end" if self.again else "before the first step"
         report = report or FailureReport(0, FailureKind.STOPPED, "", when)

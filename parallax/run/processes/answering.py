@@ -1,7 +1,7 @@
 """One rank of a served model: compute the batches that the server sends, until it sends no more.
 
-Each rank has a connection with the server. It gets every batch in the same order; only ranks of the first stage get the
-tensors, and ranks of the last stage send outputs::
+Each rank has a connection with the server. All ranks get all batches in the same order. Only ranks of the first stage
+get the tensors, and only ranks of the last stage send outputs::
 
     server ──run 7, tensors──> rank 0, stage 0 ──done 7────────────> server
        └─────run 7───────────> rank 1, stage 1 ──done 7, outputs──> server
@@ -35,8 +35,8 @@ _LIFE_SECONDS = 1.0  # a rank that waits wakes up as often, to show that it live
 
 
 class RequestRows:
-    """A batch of requests as rows for an engine: ``template`` with ``tensors`` in place of its slots. Without tensors
-    it has ``rows`` rows that cannot be read, for ranks that read none."""
+    """A batch of requests as rows for an engine: the inputs are ``template``, with ``tensors`` in place of its slots.
+    ``rows``: the number of rows. A rank that reads no inputs passes no tensors, and can only get the number of rows."""
 
     def __init__(self, template: Any, tensors: Sequence[Tensor], rows: int) -> None:
         self._template, self._tensors, self._rows = template, tensors, rows
@@ -57,7 +57,7 @@ Connect = Callable[[], contextlib.AbstractContextManager[socket.socket]]
 
 
 def answer_batches(job: ForwardJob, watch: Watch, connect: Connect) -> None:
-    """Be a rank of ``job``: build its engine, connect with the server, and compute batches until the server ends."""
+    """Run one rank of ``job``: build its engine, connect with the server, and compute batches until the server ends."""
     with contextlib.ExitStack() as closing:
         engine, template = _built(job, watch)
         closing.callback(engine.close)
@@ -124,14 +124,12 @@ def _handled(engine: ForwardEngine, template: Any, link: socket.socket) -> bool:
 
 
 def _compute(engine: ForwardEngine, rows: RequestRows, number: int, link: socket.socket) -> None:
-    """Compute a batch, and answer with the outputs that this rank has, or with the model's exception."""
-    errors = list[Exception]()
-    parts = [
-        (first, output_tensors(found))
-        for first, found in engine.predict(rows, failed=errors.append)
-    ]
-    if errors:
-        failed = str(ModelFailed.of(errors[0]))
+    """Compute a batch, and answer with the outputs that this rank has, or with the model's exception. If the model
+    raises an exception and there are several ranks, this rank ends, because the other ranks wait for its tensors."""
+    try:
+        parts = [(first, output_tensors(found)) for first, found in engine.predict(rows)]
+    except Exception as error:  # the model may raise anything
+        failed = str(ModelFailed.of(error))
         send(link, {"number": number, "error": failed, "step": engine.completed_steps})
         return
     done = {

@@ -1,4 +1,4 @@
-"""Elastic runs: torchrun restarts a run on the devices that are present, and it keeps its name.
+"""Elastic runs: torchrun restarts a run on the devices that are present, and the run keeps its name.
 
 Torchrun restarts all ranks, with the same command line, when one has failed, when a node is lost and when one joins.
 Choices made for the previous devices must not bind the next start::
@@ -37,13 +37,14 @@ _LEAVING_SECONDS = 20.0
 
 
 def patience_seconds() -> float:
-    """Return how many seconds to wait for the lock of the run directory. Ranks of the previous start may still hold it
-    while they end."""
+    """Return how many seconds to wait for the lock of the run directory. Ranks of the previous start may still hold
+    this lock while they end."""
     return _LEAVING_SECONDS if _is_restarted() else 0.0
 
 
 def present_settings(overrides: Sequence[str], nodes: Nodes) -> list[str]:
-    """Return the overrides on the command line, completed for the ranks of this start; every rank calls it.
+    """Return the overrides on the command line, completed for the ranks of this start. All ranks must call this
+    function.
 
     ``cluster.devices`` is set to the number of ranks, unless the user sets it. A run without a name keeps the name of
     its first start. If the configured stages and replicas do not fit the number of ranks, the planner chooses them.
@@ -74,8 +75,8 @@ def leaving_out_unfit(overrides: Sequence[str], nodes: Nodes, watch: Watch) -> I
 
 
 def _leave_run(reason: str) -> NoReturn:
-    """End this host's ranks. The first one prints the reason and asks torchrun to end, while the others wait to be
-    ended."""
+    """End this host's ranks. The first rank of the host prints the reason and asks torchrun to end. The host's other
+    ranks wait until torchrun ends them."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(PATIENCE_SECONDS)
         end_process(ParallaxError.exit_code)
@@ -89,7 +90,7 @@ def _leave_run(reason: str) -> NoReturn:
 
 
 def _report_refusal(overrides: Sequence[str], why: Mapping[str, str]) -> None:
-    """Print why some hosts are excluded, and record it if the run has a directory on this host."""
+    """Print why some hosts are excluded. If the run has a directory on this host, also record the reasons there."""
     text = printable("; ".join(why.values()))
     print(f"parallax: continuing without a host: {text}", file=sys.stderr, flush=True)
     name = configuration.override_value(overrides, "name")
@@ -99,14 +100,14 @@ def _report_refusal(overrides: Sequence[str], why: Mapping[str, str]) -> None:
 
 
 def _is_restarted() -> bool:
-    """Return whether torchrun may have started ranks of this run before."""
+    """Return whether this may be a restart: torchrun may have started ranks of this run before."""
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
 def _named(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides with a name. If torchrun restarts a run without a name, the name is the start time of
-    torchrun, as at the first start. If a node has a run of that name, the start time on this node counts, otherwise
-    that on the first node."""
+    """Return the overrides, with a name if torchrun restarts a run without one. The name is the start time of torchrun,
+    as at the first start. Nodes may have started torchrun at different times. The start time for which a node already
+    has a run counts, otherwise the start time on the first node."""
     unnamed = configuration.override_value(overrides, "name") in ("", "auto")
     if not all_gather_result(lambda: unnamed and _is_restarted())[0]:
         return list(overrides)

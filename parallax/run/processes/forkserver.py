@@ -10,7 +10,7 @@ milliseconds.
 A fork copies only one thread, and cannot copy a device context. So the server only imports and waits: it starts no
 thread, computes nothing, queries no accelerator, and imports no user code. It has the environment variables of the
 ranks, because libraries read them at import. When the launcher ends, the server and its ranks end too: on Linux the
-kernel ends them, elsewhere they notice the end of the socket.
+kernel ends them; on other systems they notice that the socket has been closed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _CHECK_SECONDS = 1.0  # between two checks of ranks while the server is silent
 
 
 class ServerLost(Exception):
-    """The fork server has ended, and with it all ranks. ``code`` is its exit code."""
+    """The fork server has ended, which has ended all ranks. ``code``: the exit code of the server."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"the fork server ended with {code}")
@@ -82,7 +82,7 @@ class ForkServer:
 
     @property
     def has_ranks(self) -> bool:
-        """Whether any rank is alive, as far as is known."""
+        """Whether any rank is alive, according to the server's messages so far."""
         return bool(self._pids)
 
     def fork(self, environments: Sequence[Mapping[str, str]]) -> None:
@@ -98,8 +98,8 @@ class ForkServer:
     ) -> dict[int, int]:
         """Wait until all ranks have ended; return rank → exit code, in the order in which they ended. When one rank has
         failed, the others should end by themselves. Ranks that have not ended after ``ending_seconds`` are killed, and
-        omitted from the result. As soon as ``given_up()``, called about every second, returns True, all ranks are
-        killed and omitted. Raises :class:`ServerLost`."""
+        omitted from the result. ``given_up()`` is called about every second. When it returns True, all ranks are
+        killed, and the killed ranks are omitted. Raises :class:`ServerLost`."""
         deadline, over = float("inf"), False
         while self._living and time.monotonic() < deadline and not over:
             self._receive_next(min(deadline - time.monotonic(), _CHECK_SECONDS))
@@ -141,8 +141,9 @@ class ForkServer:
             self._process.wait()
 
     def _receive_next(self, patience_seconds: float) -> None:
-        """Receive the next messages of the server, but wait at most ``patience_seconds``: a stopped server sends none,
-        not even about ranks that have ended."""
+        """Receive the next messages of the server, but wait at most ``patience_seconds``. A server that a signal has
+        stopped sends no messages, not even about ranks that have ended. If a rank has ended, this method kills such a
+        server."""
         if not select.select([self._channel], [], [], max(0.0, patience_seconds))[0]:
             silent = patience_seconds == _CHECK_SECONDS and _is_stopped(self._process.pid)
             if silent and any(map(_has_ended, self._pids.values())):
@@ -164,8 +165,8 @@ class ForkServer:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Return whether a signal has stopped the process. If not, the server's silence about an ended rank only means that
-    some threads of the rank have not exited yet."""
+    """Return whether a signal has stopped the process. A server that is not stopped may still be silent about an ended
+    rank, because some threads of the rank have not exited yet."""
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     return False
@@ -185,7 +186,7 @@ class _Lines:
         self._channel, self._half = channel, b""
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message. Errors are ignored: the end of the peer is detected by receiving."""
+        """Send a message. Errors are ignored, because :meth:`receive` detects that the peer has ended."""
         with contextlib.suppress(OSError):
             self._channel.sendall(json.dumps(message).encode() + b"\n")
 

@@ -80,8 +80,8 @@ def job_of_rank(
     request: Callable[[int], ForwardRequest],
     prepare: Prepare = lambda plan: plan(),
 ) -> ForwardJob:
-    """Return the job of this rank; every rank calls it. The job is in the file ``prepared`` if Parallax's launcher
-    started the ranks. Otherwise rank 0 plans it for ``request(ranks)``, see :func:`job_together`."""
+    """Return the job of this rank. All ranks must call this function. The job is in the file ``prepared`` if Parallax's
+    launcher started the ranks. Otherwise rank 0 plans it for ``request(ranks)``, see :func:`job_together`."""
     if prepared is not None:
         return job_of_file(prepared)
     return job_together(read, request(int(os.environ.get("WORLD_SIZE", "1"))), prepare)
@@ -92,8 +92,9 @@ def job_together(
     request: ForwardRequest,
     prepare: Prepare = lambda plan: plan(),
 ) -> ForwardJob:
-    """Return the job that rank 0 plans for all ranks. Every rank of torch's default group calls it. ``prepare(plan)``
-    returns the job on rank 0, either from ``plan()`` or an earlier one."""
+    """Return the job that rank 0 plans for all ranks. Every rank of torch's default group must call this function.
+    ``prepare(plan)`` is called on rank 0 and returns the job: either the result of ``plan()``, or the job of an earlier
+    start."""
     nodes = Nodes.gather()
     check_versions(nodes)
     config = configuration.load(
@@ -114,7 +115,7 @@ def job_together(
 
 
 def job_of_file(file: Path) -> ForwardJob:
-    """Return the job in ``file``, which the launcher wrote for all ranks. Every rank calls it."""
+    """Return the job in ``file``, which the launcher wrote for all ranks. All ranks must call this function."""
     job, nodes = ForwardJob.read(file), Nodes.gather()
     from_hosts(lambda: check_devices(job.config), nodes)
     share_devices(local_cluster(job.config), nodes, select=True)
@@ -147,8 +148,8 @@ def run_forwards(job: ForwardJob, watch: Watch, work: Work) -> None:
 
 
 def rank_device(job: ForwardJob, nodes: Nodes, watch: Watch) -> torch.device:
-    """Select this rank's device, and set its limits. Raises :class:`PlanError` for another number of ranks than the
-    plan's."""
+    """Select this rank's device, set its limits, and return it. Raises :class:`PlanError` if the number of ranks
+    differs from the plan's."""
     watch.limit(*limits(PreparedRun(job.directory, job.config, job.plan)))
     if dist.get_world_size() != job.plan.world_size:
         raise PlanError(

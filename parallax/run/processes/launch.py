@@ -1,7 +1,8 @@
 """Launch a prepared run on this machine, and plan again if its steps differ from the prediction.
 
-A process that has measured on an accelerator keeps a device context and freed blocks there until it ends. The launcher
-runs as long as its ranks, and these need that memory. So it replaces itself by a new process with the same id::
+A process that has measured on an accelerator occupies device memory until it ends: the device context and cached
+blocks. The ranks need this memory, and the launcher runs as long as its ranks. So the launcher replaces itself by a new
+process with the same process id::
 
     parallax train ── measures, plans, prepares ── execv: parallax train --run-dir ── ranks
 """
@@ -91,8 +92,8 @@ def _summary(directory: Path) -> dict[str, Any]:
 
 
 def _replanned(run: PreparedRun, reason: str, console: Console) -> PreparedRun:
-    """Return the run with the plan that is best according to its own measurements; with the old plan if planning
-    fails."""
+    """Return the run with the plan that is best according to its own measurements; if planning fails, return the run
+    with the old plan."""
     console.print(f"planning again: {reason}", highlight=False, soft_wrap=True)
     try:
         with working(console, "planning again") as work:
@@ -164,8 +165,8 @@ def _start(
 
 
 def _libraries(config: RunConfig) -> tuple[str, ...]:
-    """Return the modules that the fork server should import for the ranks. They are used only for ranks on CPUs: a
-    module may query devices at import, and a process that has done so cannot be forked."""
+    """Return the modules that the fork server should import for the ranks. Modules are returned only for ranks on CPUs,
+    because a module may query devices at import, and a process that has queried devices cannot be forked."""
     curves = ("tensorboard.summary",) if "tensorboard" in config.logger.to else ()
     return (*curves, *config.model.libraries)
 
@@ -173,8 +174,9 @@ def _libraries(config: RunConfig) -> tuple[str, ...]:
 def uses_accelerator(kind: str) -> bool:
     """Return whether this process has used an accelerator, and would keep memory there that its ranks need.
 
-    It is never so in a process that :func:`start_afresh` has started: for torch, a query of a device's properties is
-    already a use of the device."""
+    The result is False in a process that :func:`start_afresh` has started, even if this process has queried a device's
+    properties, which torch counts as a use of the device.
+    """
     afresh = os.environ.pop(_AFRESH, "")
     return not afresh and kind != "cpu" and accelerator_named(kind).in_use
 

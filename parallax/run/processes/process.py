@@ -32,8 +32,8 @@ _MEETING_SECONDS = (
 
 
 def as_rank(work: Callable[[Watch, contextlib.ExitStack], int]) -> NoReturn:
-    """Be one rank under torchrun: join the other ranks, call ``work``, and end the process with the exit code that
-    ``work`` returns. ``work`` adds the locks that it holds to its second argument.
+    """Run one rank under torchrun: join the other ranks, call ``work``, and end the process with the exit code that
+    ``work`` returns. ``work`` adds the locks that it acquires to its second argument.
 
     After an exception the process ends without cleanup, because destroying the process groups would wait for the other
     ranks.

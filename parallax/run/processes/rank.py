@@ -247,7 +247,7 @@ def _report_end(run: PreparedRun, summary: Mapping[str, Any], code: int) -> None
 
 
 def _report_stopped(run: PreparedRun, summary: Mapping[str, Any], code: int) -> None:
-    """Print the last line of a stopped run, or report it to Parallax's launcher."""
+    """Print the last message of a stopped run. Under Parallax's launcher, send the message to the launcher instead."""
     number, step = int(summary["stopped"]), summary["steps"]
     ours = EXIT_REPORT in os.environ
     remark = "" if ours else f"; the same command with name={run.config.name} continues"
@@ -279,7 +279,7 @@ def limits(run: PreparedRun) -> tuple[float, float, float]:
 
 def _on_drift(config: RunConfig) -> OnDrift:
     """Return the reaction to drift (steps slower or faster than predicted) that the launcher has set. Without
-    Parallax's launcher, drift is only reported. If steps are recorded for debugging, which makes them slow, it is
+    Parallax's launcher, drift is only reported. If steps are recorded for debugging, which makes them slow, drift is
     ignored."""
     if config.debug.record != "off":
         return OnDrift.IGNORE

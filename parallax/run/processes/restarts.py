@@ -2,8 +2,8 @@
 
 The launcher retries after failures that may be transient: a process killed by the system, a crash, a hang, a disk or a
 network that was unavailable. It does not retry failures that would repeat: an error in the program, the input or the
-numbers. The type of the error tells which it is (:func:`~parallax.runtime.failure.exit_report.may_pass`). A failure
-that repeats at the same step is not transient.
+numbers. The type of the error decides whether a failure may be transient
+(:func:`~parallax.runtime.failure.exit_report.may_pass`). A failure that repeats at the same step is not transient.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Failure:
 
     @classmethod
     def of_server(cls, code: int, report: FailureReport | None) -> Failure:
-        """Return the failure if the fork server ended with exit code ``code``, and with it all ranks. ``report``: the
-        reason, if the launcher killed the server."""
+        """Return the failure of an attempt in which the fork server ended, which ends all ranks. ``code``: the exit
+        code of the server. ``report``: the reason, if the launcher killed the server."""
         who = "the process that starts the ranks"
         lost = FailureReport(-1, FailureKind.LOST, who, _ended(code))
         return cls(report=report or lost, exit_code=code)
@@ -101,7 +101,7 @@ def _ended_early(rank: int, report: FailureReport | None) -> FailureReport:
 
 
 def _ended(code: int) -> str:
-    """Return how a process ended, as the second half of a sentence about the process."""
+    """Return a text that tells how a process ended, for the end of a sentence about the process."""
     if code >= 0:
         return f"ended with exit code {code}"
     if -code in REQUESTS:
@@ -112,7 +112,8 @@ def _ended(code: int) -> str:
 
 class Restarts:
     """The restarts of the run in ``directory``: at most ``limit``, each from the newest checkpoint in ``checkpoints``.
-    ``again``: a text that tells the user how to continue if there is no restart; by default, from these checkpoints."""
+    ``again``: a text that tells the user how to continue if there is no restart; by default, to continue from these
+    checkpoints."""
 
     def __init__(self, limit: int, directory: Path, checkpoints: Path, again: str = "") -> None:
         self._how = again

@@ -1,9 +1,9 @@
 """Run training as a Slurm job. A batch script starts the training on the job's nodes, and queues the job again if it
 ended early.
 
-Slurm gives a job its nodes for a limited time. The script requests them, starts one torchrun on each (``body.sh``), and
-gets a signal before the time is over. Then the run saves, the job returns to the queue under its own name, and the run
-resumes later. The points of a sweep are tasks of one job array, each with its own run.
+Slurm gives a job its nodes for a limited time. The script requests the nodes, starts one torchrun on each node
+(``body.sh``), and gets a signal before the time is over. Then the run saves, the job returns to the queue under its own
+name, and the run resumes later. The points of a sweep are tasks of one job array, each with its own run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SlurmJob:
     """A Slurm job that trains the run ``name`` with ``settings``, by ``processes`` ranks on each of ``nodes`` nodes.
 
     ``gpus``: the number of devices of each node; 0 for ranks on CPUs. ``cpus``: the number of cores of each node; 0
-    requests whole nodes. ``time``: the time limit in Slurm's format; empty for that of the partition.
+    requests whole nodes. ``time``: the time limit in Slurm's format; empty for the partition's time limit.
     ``grace_seconds``: the time that the run may need to save. ``options``: further options of sbatch, placed last.
     ``points``: for a job array, the settings of each task; its runs are called ``name-0``, ``name-1``, …. Empty for a
     job of one run.

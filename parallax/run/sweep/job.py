@@ -45,8 +45,8 @@ _STOPPED = {exit_code(number) for number in REQUESTS}
 
 @dataclass
 class SweepProgress:
-    """Prints which point of a sweep is running, how the others ended, and an estimate of the remaining time. ``total``:
-    the number of points; 0 if unknown. ``quiet``: print nothing, because another process does."""
+    """Prints which point of a sweep is running, how each finished point has ended, and an estimate of the remaining
+    time. ``total``: the number of points; 0 if unknown. ``quiet``: print nothing, because another process does."""
 
     total: int = 0
     left: int = 0
@@ -89,12 +89,12 @@ def _speed(directory: Path) -> str:
 
 @dataclass(frozen=True)
 class PointJob:
-    """The function that a launcher calls for each point of ``sweep``, in any process; see
+    """The job that a launcher calls for each point of ``sweep``, in any process; see
     :data:`parallax.config.multirun.Job`.
 
-    ``alike``: keys that are equal in all points. ``numbers``: point name → number, as far as known. ``added``:
-    overrides that add folders of options. ``process``: the process id of the sweep, which this function stops after a
-    request to end.
+    ``alike``: keys that are equal in all points. ``numbers``: point name → number, for the points that are known before
+    the sweep starts. ``added``: overrides that add folders of options. ``process``: the process id of the sweep, which
+    this job stops after a request to end.
     """
 
     sweep: str
@@ -134,7 +134,7 @@ class PointJob:
         return replace(point, number=number)
 
     def _run(self, point: Point, directory: Path) -> tuple[PointStatus, str, int]:
-        """Run the point in a process. Return how it ended, the reason, and the signal that ended it, or 0."""
+        """Run the point in a process. Return how the point ended, the reason, and the signal that ended it, or 0."""
         overrides = [*self.added, *point.overrides, f"name={self.sweep}/{point.name}"]
         command = [sys.executable, "-m", "parallax", "train", *overrides]
         with (directory / OUTPUT).open("ab") as log:

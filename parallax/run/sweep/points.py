@@ -56,8 +56,8 @@ class Point:
 
     @property
     def name(self) -> str:
-        """Return the differing overrides as a folder name, such as ``model-gpt_devices-2``. If it would be too long, or
-        contains characters that a run name may not have, a hash replaces a part of it."""
+        """Return the differing overrides as a folder name, such as ``model-gpt_devices-2``. If the name would be too
+        long, or would contain characters that a run name may not have, a hash replaces a part of it."""
         short = {key: key.rpartition(".")[2] for key in self.swept}
         parts = [
             f"{key if list(short.values()).count(word) > 1 else word}-{self.swept[key]}"

@@ -55,8 +55,8 @@ def find_folder(name: Path) -> Path:
 
 def read_results(folder: Path, metric: str = "") -> SweepResults:
     """Return the results of all points of the sweep in ``folder``, or of the single run there. ``metric``: the name of
-    a number in the runs' summaries, or of a column of their metrics.jsonl, of which the last value counts; by default
-    ``checkpoint.metric``, if points have it. Raises :class:`ConfigError` for a metric that no point has."""
+    a number in the runs' summaries, or of a column of their metrics.jsonl, whose last value counts. By default it is
+    ``checkpoint.metric``, if any point has this metric. Raises :class:`ConfigError` for a metric that no point has."""
     name = folder.resolve().name
     tree = read_json(folder / SWEEP)
     if tree is None:
@@ -88,7 +88,8 @@ def _configured_metric(directories: Iterable[Path]) -> str:
 
 
 def _report(directories: Iterable[Path]) -> ReportConfig:
-    """Return the group ``report`` of the first point whose settings can be read; without columns if there is none."""
+    """Return the settings group ``report`` of the first point whose settings can be read. If there is no such point,
+    return a group without columns."""
     for directory in directories:
         with contextlib.suppress(
             ParallaxError, OSError, ValueError, LookupError, TypeError, AttributeError
@@ -146,7 +147,8 @@ def _status(folder: Path) -> PointStatus:
 def _result(
     name: str, directory: Path, outcome: PointOutcome, wanted: Collection[str]
 ) -> PointResult:
-    """Return the result of a point, with the metrics ``wanted``; for a failed point it has at least the reason."""
+    """Return the result of a point, with the metrics ``wanted``. The result of a failed point has at least the
+    reason."""
     swept = dict(outcome.point.swept)
     try:
         measured = dict(_measured(directory, wanted))
@@ -176,7 +178,8 @@ _PLANNED = ("workload", "model", "unit", "global_batch", "devices", "layout")
 
 
 def _measured(directory: Path, wanted: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the fields of a point's result from its settings, plan and summary, as far as they exist."""
+    """Yield the fields of a point's result from its settings, plan and summary. Without stored settings there are no
+    fields, and without a summary no measured ones."""
     if not (directory / STORED).is_file():
         return
     settings = leaves(plain_yaml(read_stored(directory)))
@@ -208,7 +211,8 @@ def _measured(directory: Path, wanted: Collection[str]) -> Iterator[tuple[str, A
 
 
 def _changes_work(key: str) -> bool:
-    """Whether the setting ``key`` changes the work of a step in another way than by the number of devices or rows."""
+    """Whether the setting ``key`` changes the work of a step. Settings that change only the number of devices or of
+    rows do not count."""
     besides = key.startswith(_BESIDES) and key not in _STILL
     return key not in _HOW_MANY and not besides
 

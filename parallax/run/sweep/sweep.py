@@ -103,8 +103,8 @@ def _check_folder(folder: Path) -> None:
 
 
 def _points(multirun: Multirun) -> list[Point]:
-    """Return all points of Hydra's basic sweeper. Other sweepers choose points during the sweep; for these, return
-    none, but check the settings that all points share."""
+    """Return all points of Hydra's basic sweeper. Other sweepers choose points during the sweep. For them, return an
+    empty list, and check only the settings that all points share."""
     if multirun.points is None:
         plain_overrides = [plain(word) for word in multirun.overrides]
         compose(
@@ -121,7 +121,7 @@ def _points(multirun: Multirun) -> list[Point]:
 
 
 def _check_point(point: Point, sweep_name: str, multirun: Multirun) -> bool:
-    """Return whether a point is already done with its present settings. Raises :class:`ConfigError` if these are
+    """Return whether a point is already done with its present settings. Raises :class:`ConfigError` if the settings are
     invalid."""
     overrides = [*multirun.options.overrides, *point.overrides, f"name={sweep_name}/{point.name}"]
     try:
