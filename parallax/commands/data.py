@@ -110,8 +110,8 @@ class Column:
 
 @dataclass(frozen=True)
 class Lengths:
-    """A histogram of the number of targets per row that the loss does not ignore, over ``rows`` rows. ``counts``: the
-    number of rows in each of several equal ranges from ``low`` to ``high``."""
+    """A histogram over ``rows`` rows. It counts, for each row, the targets that the loss does not ignore. ``counts``:
+    the number of rows in each of several equal ranges from ``low`` to ``high``."""
 
     rows: int
     low: int
@@ -223,7 +223,8 @@ def _column(name: str, values: Tensor, rows: int) -> Column:
 
 
 def _decoder(config: Any) -> Decode | None:
-    """Return a function that decodes the tokens of ``config`` to text; None if rows are not known to be text."""
+    """Return a function that decodes tokens to text, for the data settings ``config``; None if this kind of data has no
+    tokenizer."""
     if not hasattr(config, "tokenizer"):
         return None
     if not config.tokenizer:
@@ -236,8 +237,8 @@ def _decoder(config: Any) -> Decode | None:
 
 @dataclass(frozen=True)
 class Shown:
-    """Converts the values of a row to text: tokens by ``decode``, labels to their names in ``classes``, and others to
-    their first values."""
+    """Converts the values of a row to text. Tokens are converted by ``decode``, labels to their names in ``classes``.
+    Of any other tensor, the first values are shown."""
 
     decode: Decode | None
     classes: Sequence[str] | None
@@ -317,7 +318,7 @@ def _counted(values: Any) -> list[int]:
 
 
 def _lengths(counted: list[int]) -> Lengths | None:
-    """Return a histogram of ``counted``; None if all rows have the same number."""
+    """Return a histogram of ``counted``, the number of labels in each row; None if all rows have the same number."""
     if len(set(counted)) < 2:
         return None
     counts, _ = np.histogram(counted, bins=_BARS)

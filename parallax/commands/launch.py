@@ -117,7 +117,8 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def job_size(parsed: argparse.Namespace, config: RunConfig) -> JobSize:
-    """Return the size given on the command line; without one, the size that the plan for a catalog cluster needs."""
+    """Return the size given on the command line. If none is given, return the size that the plan for the catalog
+    cluster needs."""
     nodes, gpus, processes = (
         count_of(f"--{key.replace('_', '-')}", getattr(parsed, key))
         for key in ("nodes", "gpus_per_node", "processes_per_node")

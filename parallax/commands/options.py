@@ -51,7 +51,7 @@ def with_options_of(folder: str, overrides: Sequence[str]) -> list[str]:
 
 
 def add_class_paths(parser: argparse.ArgumentParser) -> None:
-    """Add the option for class paths that a file may contain and that may be imported."""
+    """Add the option by which the user allows class paths in a file to be imported."""
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -78,7 +78,7 @@ def class_paths_of(parsed: argparse.Namespace) -> dict[str, str]:
 
 def trusting(class_paths: Mapping[str, str]) -> Callable[[Path, Mapping[str, str]], None]:
     """Return a function that checks the class paths in a stored configuration (:mod:`parallax.common.trust`).
-    ``class_paths``: those on this command line, each of which the file must contain."""
+    ``class_paths``: the class paths on this command line, each of which the file must contain."""
 
     def check(file: Path, found: Mapping[str, str]) -> None:
         for key, typed in class_paths.items():
@@ -94,8 +94,8 @@ def trusting(class_paths: Mapping[str, str]) -> Callable[[Path, Mapping[str, str
 
 
 def with_schedule(plan: Plan, file: Path, class_paths: dict[str, str]) -> Plan:
-    """Return ``plan``, read from ``file``, with its schedule. If the schedule is a user's function, it is imported only
-    if its class path is on the command line (:mod:`parallax.common.trust`)."""
+    """Return ``plan``, which was read from ``file``, with its schedule imported. If the schedule is a user's function,
+    it is imported only if its class path is on the command line (:mod:`parallax.common.trust`)."""
     key, typed, name = "plan.schedule", class_paths.get("plan.schedule", ""), plan.schedule.name
     if name in SCHEDULES or ":" in name:
         if typed not in ("", name):
@@ -121,7 +121,8 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_checkpoint(parser: argparse.ArgumentParser, weights: Sequence[str] = ()) -> None:
-    """Add the options that choose a checkpoint of a run and, if ``weights`` are given, which of its weights to use."""
+    """Add the options that choose a checkpoint of a run. ``weights``: also add the option that chooses one of these
+    kinds of weights."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--best",
@@ -148,8 +149,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def console_of(parsed: argparse.Namespace) -> Console:
-    """Return the console for text that people read. It is stderr if stdout is used for JSON. If the output is a file,
-    tables may be wide."""
+    """Return the console for text that people read. The console writes to stderr if stdout is used for JSON. If the
+    output is a file, tables may be wider than a terminal."""
     return safe_console(stderr=parsed.json)
 
 
@@ -161,7 +162,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def run_directory(named: str | None) -> Path:
-    """Return the directory of a run, which is ``named`` by its name or directory; without a name, of the newest run."""
+    """Return the directory of a run. ``named``: the name or the directory of the run; None: the newest run."""
     if named is None:
         if (newest := newest_run(RUNS)) is None:
             raise ConfigError(f"there is no run in {RUNS}/: name one, or start one in this folder")
@@ -174,7 +175,7 @@ def run_directory(named: str | None) -> Path:
 
 
 def _no_run(name: str) -> str:
-    """Return that no run has this ``name``, with the name that is most similar."""
+    """Return the message that no run is called ``name``, with the most similar name of a run."""
     with suppress(OSError):
         found = [each.name for each in RUNS.iterdir() if each.is_dir()]
         return (

@@ -129,7 +129,8 @@ def _serve_job(parsed: argparse.Namespace, job: ForwardJob) -> int:
 
 
 def _check(parsed: argparse.Namespace, job: ForwardJob) -> None:
-    """Raise :class:`ConfigError` for a token file that cannot be read, and for a fixed checkpoint that is to change."""
+    """Raise :class:`ConfigError` if the file with the access token cannot be read, or if ``serve.follow`` is set
+    although ``--step`` selects one checkpoint."""
     job.config.serve.token()
     if job.config.serve.follow and parsed.step is not None:
         raise ConfigError(
@@ -138,8 +139,8 @@ def _check(parsed: argparse.Namespace, job: ForwardJob) -> None:
 
 
 def _start_afresh(job: ForwardJob) -> None:
-    """Replace this process by one that serves ``job``, if it has measured on an accelerator and would keep memory there
-    that the ranks need."""
+    """Replace this process by a new one that serves ``job``, if this process has used an accelerator and would keep
+    memory there that the ranks need."""
     kind = choose_devices(local_cluster(job.config)).kind
     if uses_accelerator(kind):
         name = f"parallax-serve-{os.getpid()}-{os.urandom(8).hex()}.json"
@@ -182,7 +183,7 @@ def _as_rank(parsed: argparse.Namespace, watch: Watch) -> int:
 def _following(
     parsed: argparse.Namespace, job: ForwardJob, model: RunModel, say: Say
 ) -> Iterator[None]:
-    """A context in which ``model`` takes over new checkpoints, with ``serve.follow``."""
+    """A context in which ``model`` loads each new checkpoint, if ``serve.follow`` is set."""
     if not job.config.serve.follow:
         yield
         return
@@ -247,8 +248,9 @@ def _serve(model: RunModel, job: ForwardJob, say: Say, end_requested: Callable[[
 
 @contextlib.contextmanager
 def _frozen_objects() -> Iterator[None]:
-    """Exclude all present objects from garbage collections: the model and the libraries are some 300,000 objects, and
-    while they are searched, 0.2 s every few thousand requests, no request is answered."""
+    """A context in which garbage collections skip all objects that exist at its start. The model and the libraries have
+    about 300,000 objects. Searching them takes 0.2 s every few thousand requests, during which no request is
+    answered."""
     gc.collect()
     gc.freeze()
     try:

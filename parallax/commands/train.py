@@ -116,7 +116,7 @@ def _sweep(parsed: argparse.Namespace) -> int:
 
 def _trusts(parsed: argparse.Namespace) -> Trusts:
     """Return a function that checks the class paths in a prepared directory. The command line cannot change the
-    settings there."""
+    settings in such a directory."""
     if parsed.run_dir is None:
         return trusting({})
     for word in parsed.overrides:

@@ -15,7 +15,8 @@ PLANNED_ROWS = "trainer.global_batch=${serve.max_batch_rows}"
 
 
 def compose_rated(overrides: Sequence[str]) -> RunConfig:
-    """Return the settings; with a rate, those of a server's plan."""
+    """Return the settings. If they set ``serve.requests_per_second``, the batch to plan for is that of the server, and
+    settings that plan no server raise :class:`ConfigError`."""
     config = compose(overrides)
     if config.serve.requests_per_second:
         config = compose([PLANNED_ROWS, *overrides])
@@ -26,8 +27,8 @@ def compose_rated(overrides: Sequence[str]) -> RunConfig:
 def rate_report(
     config: RunConfig, planned: Planned, progress: Callable[[str], None]
 ) -> tuple[list[str], dict[str, Any]]:
-    """Return the lines to print, and the same as plain data for JSON; both empty if the settings state no rate and no
-    automatic wait."""
+    """Return the lines to print about the server, and its figures as plain data for JSON. Without
+    ``serve.requests_per_second`` there are no figures, and at most a line about ``serve.max_wait=auto``."""
     if not config.serve.requests_per_second:
         return unrated_lines(config.serve), {}
     progress("simulating requests")

@@ -27,7 +27,8 @@ SHORT = {"devices": "cluster.devices", "nodes": "cluster.nodes"}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """The outcome for one combination of settings: its plan and costs, or why there is no plan. Costs are in the
-    currency of ``cluster.price_per_hour``; 0 if prices are unknown. Tokens are 0 if rows are not tokens."""
+    currency of ``cluster.price_per_hour``; they are 0 if prices are unknown. Numbers of tokens are 0 if rows are not
+    tokens."""
 
     settings: dict[str, str]
     fits: bool
@@ -131,7 +132,7 @@ def _outcome(settings: dict[str, str], config: RunConfig, plan: Plan, cluster: C
 
 
 def what_if_table(outcomes: Sequence[Outcome]) -> Table:
-    """Return a table with a row for each combination. It has prices if any is known."""
+    """Return a table with a row for each combination. The table has columns for prices if any price is known."""
     priced = any(outcome.cost_per_hour > 0 for outcome in outcomes)
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for key in outcomes[0].settings:
