@@ -26,7 +26,7 @@ def _convolution(channels: int, out: int, kernel: int, stride: int = 1) -> nn.Se
 
 
 class Inception(nn.Module):
-    """Four branches over the same input, whose outputs are concatenated."""
+    """The Inception module: four branches with the same input, whose outputs are concatenated."""
 
     def __init__(self, channels: int, one: int, r3: int, three: int, r5: int, five: int, pool: int):
         super().__init__()

@@ -1,4 +1,5 @@
-"""Pieces of music with tags, mixed of a recorded sound, and a very deep 1-D convolutional network that tags them."""
+"""Pieces of music with tags, mixed from variants of a recorded sound, and a very deep 1-D convolutional network that
+predicts the tags."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ RECORDED = Path(sysconfig.get_path("stdlib")) / "test" / "audiodata" / "pluck-pc
 
 
 def _voices(path: str) -> list[Sound]:
-    """Return a sound for each tag: the recording at ``path`` in ten pitches, each played in five ways."""
+    """Return a sound for each tag: the recording at ``path`` in ten pitches, and each pitch in five variants, such as
+    reversed."""
     import soundfile
 
     file = Path(path) if path else RECORDED
@@ -41,9 +43,9 @@ def _voices(path: str) -> list[Sound]:
 
 
 class Pieces(Dataset[tuple[Tensor, Tensor]]):
-    """``count`` pieces as float32 (1, windows, samples), with 50 tags, each 0 or 1. A piece has one to five voices,
-    each a sound that is repeated in a rhythm of its own. ``path``: a sound file; by default a plucked string of
-    Python's test suite."""
+    """``count`` pieces of music, as float32 of shape (1, windows, samples). The targets are 50 tags, each 0 or 1, that
+    tell which sounds a piece contains. A piece mixes one to five sounds, each repeated in its own rhythm. ``path``: the
+    sound file from which all sounds are made; by default the recording of a plucked string in Python's test suite."""
 
     def __init__(
         self, count: int, windows: int = 12, samples: int = 38_832, path: str = ""
@@ -71,7 +73,7 @@ class Pieces(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Residual(nn.Module):
-    """Two convolutions along the time of each window, added to their input."""
+    """A residual block: two convolutions over the time of each window, added to their input."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -87,7 +89,7 @@ class Residual(nn.Module):
 
 
 class PoolWindows(nn.Module):
-    """The mean over the time of each window, then mean and maximum over the windows of a piece."""
+    """Averages each window over time, and concatenates the mean and the maximum over the windows of a piece."""
 
     def forward(self, x: Tensor) -> Tensor:
         windows = x.mean(3)
@@ -95,11 +97,12 @@ class PoolWindows(nn.Module):
 
 
 def tagger(width: int = 32, depth: int = 4, tags: int = PITCHES * WAYS) -> nn.Sequential:
-    """Return the network: one deep CNN for all windows, and a small network over their results.
+    """Return the network: a deep CNN that processes each window, and a small network over the outputs of all windows.
 
-    Kernels of height 1 keep the windows apart, so each goes through the same weights. The samples of a window are
-    divided by 16 and then six times by 3, with ``depth`` pairs of convolutions in each size: 63 convolutions for a
-    depth of 4. Channels grow from ``width`` to at most eight times as many.
+    Kernels have height 1, so windows do not mix and all use the same weights. The number of samples in a window is
+    divided by 16 and then six times by 3. At each of these seven sizes there are ``depth`` pairs of convolutions. With
+    a depth of 4, the network has 63 convolutions in total. The number of channels grows from ``width`` to 8 ·
+    ``width``.
     """
     sizes = [width, 2 * width, 4 * width, 4 * width, 8 * width, 8 * width, 8 * width]
     blocks: list[nn.Module] = [nn.Conv2d(1, width, (1, 16), stride=(1, 16))]

@@ -27,7 +27,8 @@ NAMES = "temple", "flower"
 
 @functools.cache
 def _sources() -> list[Image.Image]:
-    """Return the photographs without an import of scikit-learn, which takes a second and changes the environment."""
+    """Return the two sample images of scikit-learn without importing scikit-learn, because the import takes a second
+    and changes the environment."""
     found = importlib.util.find_spec("sklearn")
     if found is None or not found.submodule_search_locations:
         raise DataError(
@@ -39,7 +40,7 @@ def _sources() -> list[Image.Image]:
 
 
 def photograph(index: int, pixels: int) -> tuple[Image.Image, int]:
-    """Return a square crop of ``pixels`` by ``pixels``, and its class: 0 of the temple, 1 of the flower.
+    """Return a square crop of ``pixels`` by ``pixels``, and its class: 0 for the temple, 1 for the flower.
 
     The same index gives the same part of the same photograph at any size.
     """
@@ -67,7 +68,8 @@ class Photographs(Dataset[tuple[Tensor, int]]):
 
 
 def write(folder: Path, count: int, pixels: int, shards: int = 0) -> None:
-    """Write JPEG files in a folder for each class, or with ``shards`` in that many tar files."""
+    """Write JPEG files into a folder for each class. ``shards``: write them into this number of tar files instead; 0:
+    into folders."""
     folder.mkdir(parents=True)
     tars = [tarfile.open(folder / f"{shard}.tar", "w") for shard in range(shards)]  # noqa: SIM115
     for index in range(count):
@@ -87,7 +89,7 @@ def write(folder: Path, count: int, pixels: int, shards: int = 0) -> None:
 
 
 def main() -> None:
-    """Write the files."""
+    """Write photographs as JPEG files."""
     parser = argparse.ArgumentParser(
         prog="python -m parallax.workloads.photographs", description=main.__doc__
     )

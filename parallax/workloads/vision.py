@@ -22,7 +22,7 @@ def _convolution(
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions and a shortcut."""
+    """The bottleneck block of ResNet: three convolutions and a shortcut."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -60,7 +60,8 @@ EFFICIENTNET = (  # of B0: factor of expansion, kernel, stride, channels, blocks
 
 
 class InvertedBottleneck(nn.Module):
-    """Expansion, depthwise convolution, squeeze and excitation, projection, and a shortcut where shapes permit."""
+    """The block of EfficientNet: expansion, depthwise convolution, squeeze and excitation, projection, and a shortcut
+    if input and output have the same shape."""
 
     def __init__(self, channels: int, out: int, expand: int, kernel: int, stride: int) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""A network that is wide and shallow: many branches of few parameters, whose activations are larger than a device."""
+"""A wide, shallow network: many branches with few parameters, whose activations do not fit into the memory of a
+device."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from torch import Tensor, nn
 
 
 class Branch(nn.Module):
-    """A kernel of its own size over the whole image, and the mean and the largest value of each channel."""
+    """Two convolutions over the image, the first with a kernel of size ``kernel``. The output is the mean and the
+    maximum of each channel."""
 
     def __init__(self, channels: int, kernel: int) -> None:
         super().__init__()
@@ -24,7 +26,7 @@ class Branch(nn.Module):
 
 
 class Wide(nn.Module):
-    """``branches`` branches side by side, and one layer over all of their outputs."""
+    """``branches`` parallel branches, and a linear layer over their concatenated outputs."""
 
     def __init__(self, branches: int = 16, channels: int = 32, classes: int = 2) -> None:
         super().__init__()
