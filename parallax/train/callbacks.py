@@ -3,14 +3,14 @@
 ::
 
     on_run_start
-      on_step_start   the rows of a step are there
+      on_step_start   the rows of the step have been fetched
       on_step_end     the step is done and its figures are known on all ranks
       on_evaluate     the held-out rows were evaluated
-      on_checkpoint   a checkpoint is complete, possibly some steps after it began
+      on_checkpoint   a checkpoint is complete, possibly some steps after its writing began
     on_run_end        the last step is saved; the run ends without an error
 
-Every rank calls the same hooks of the same callbacks in the same order. A request of one rank (:meth:`TrainingRun.stop`
-and others) is exchanged after a hook, so all ranks follow it at the same step.
+Every rank calls the same hooks of the same callbacks in the same order. After a hook, the ranks exchange their
+requests, such as :meth:`TrainingRun.stop`, so all ranks act on a request at the same step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Report = Callable[[str, str], None]
 
 
 class TrainingRun:
-    """The state of a run, as callbacks see it, and methods by which they request actions. ``engine``: this rank's
+    """The state of a run, as callbacks see it, and methods by which callbacks request actions. ``engine``: this rank's
     engine. ``directory``: the run's directory.
 
     ``metrics``: the figures of the last step, as in ``metrics.jsonl``. ``validation``: the figures of the last
@@ -87,27 +87,27 @@ class TrainingRun:
         return self.metrics.get("loss")
 
     def stop(self, reason: str = "") -> None:
-        """End the run after this step, on all ranks, with a checkpoint. The same command resumes it."""
+        """End the run after this step, on all ranks, with a checkpoint. The same command resumes the run."""
         self._requests.setdefault(_STOP, reason)
 
     def save(self) -> None:
-        """Save a checkpoint after this step."""
+        """Save a checkpoint after the current step."""
         self._requests[_SAVE] = ""
 
     def evaluate(self) -> None:
-        """Evaluate the held-out rows after this step."""
+        """Evaluate the held-out rows after the current step."""
         self._requests[_EVALUATE] = ""
 
     def take_requests(self) -> dict[str, str]:
-        """Return the requests since the last call: kind of request → reason."""
+        """Return the requests that were made since the last call of this method: kind of request → reason."""
         taken, self._requests = self._requests, {}
         return taken
 
 
 class Callback(Protocol):
-    """A callback. Define the hooks that you need, in a subclass or in any other class. If it has ``state_dict()`` and
-    ``load_state_dict(state)``, checkpoints hold the state of rank 0, and every rank gets that state when the run
-    resumes."""
+    """A callback. Define the hooks that you need, in a subclass or in any other class. If the class has
+    ``state_dict()`` and ``load_state_dict(state)``, checkpoints hold the state of rank 0. When the run resumes, every
+    rank gets that state."""
 
     def on_run_start(self, run: TrainingRun) -> None:
         """Called before the first step, after a checkpoint was loaded."""
@@ -131,8 +131,8 @@ class Callback(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class CallbackConfig:
     """One entry of ``callbacks``. ``target``: a class or a function that returns the callback, as
-    ``package.module:factory``. ``kwargs``: the arguments of the factory. ``on_error``: stop ends the run at an error of
-    the callback; note only reports the error."""
+    ``package.module:factory``. ``kwargs``: the arguments of the factory. ``on_error``: the reaction to an error of the
+    callback: stop ends the run; note only reports the error."""
 
     target: str
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -199,7 +199,7 @@ def build_callbacks(entries: Sequence[Any]) -> list[NamedCallback]:
 
 
 class Callbacks:
-    """The callbacks of one rank's loop. ``report(key, text)`` is called with an error that does not end the run."""
+    """The callbacks of one rank's loop. ``report(key, text)`` is called for each error that does not end the run."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class Callbacks:
         return bool(self._named)
 
     def check_equal(self, mesh: Mesh) -> None:
-        """Raise :class:`ConfigError` unless all ranks have the same callbacks; all ranks call it."""
+        """Raise :class:`ConfigError` unless all ranks have the same callbacks. All ranks must call this method."""
         gathered = mesh.all_gather_object([each.name for each in self._named])
         for rank, names in enumerate(gathered):
             if names != gathered[0]:
@@ -257,13 +257,13 @@ class Callbacks:
         return int(_STOP in self._requests)
 
     def columns(self) -> dict[str, float]:
-        """Return this rank's requests, to exchange them with the other ranks."""
+        """Return this rank's requests as numbers, for the exchange with the other ranks."""
         self._take()
         return {key: float(key in self._requests) for key in (_STOP, _SAVE, _EVALUATE)}
 
     def agree(self, columns: Mapping[str, Sequence[float]], mesh: Mesh) -> None:
-        """Collect the requests of all ranks. ``columns``: the result of :meth:`columns` on each rank. All ranks call
-        it."""
+        """Collect the requests of all ranks. ``columns``: the result of :meth:`columns` on each rank. All ranks must
+        call this method."""
         self._saves, self._evaluates = (
             self._saves or any(columns[_SAVE]),
             self._evaluates or any(columns[_EVALUATE]),
@@ -275,8 +275,8 @@ class Callbacks:
             self._requests.pop(key, None)
 
     def take_agreed(self) -> tuple[bool, bool]:
-        """Return whether a callback of any rank has requested a checkpoint, and whether one has requested an
-        evaluation, since the last call."""
+        """Return two flags: whether a callback of any rank has requested a checkpoint since the last call of this
+        method, and whether one has requested an evaluation."""
         taken = self._saves, self._evaluates
         self._saves = self._evaluates = False
         return taken
@@ -285,8 +285,8 @@ class Callbacks:
         self._requests |= self.run.take_requests()
 
     def _guarded(self, named: NamedCallback, hook: str, call: Callable[[], Any]) -> Any:
-        """Return the result of ``call``. An error in it is reported with callback, hook and rank; then it ends the run
-        or is ignored, as ``on_error`` says."""
+        """Return the result of ``call``. If ``call`` raises an error, the report names the callback, the hook and the
+        rank. Then ``on_error`` decides whether the error ends the run."""
         with self._watchdog.phase(f"{hook} of the callback {printable(named.name)}"):
             try:
                 return call()
@@ -302,7 +302,7 @@ class Callbacks:
 
 
 class CallbackStop:
-    """A callback requested the end of the run."""
+    """A reason to end the run: a callback has requested the end."""
 
     name, at_checkpoints, ends, then = "callback", False, True, ""
 

@@ -31,11 +31,12 @@ _ALLOCATIONS = 1_000_000  # allocations that a CUDA snapshot holds
 class DebugConfig:
     """Recordings of a few steps by each rank, in the run directory.
 
-    ``record``: ``trace`` records the actions of the rank with their waits, as a Chrome trace; ``profiler`` records
-    every operator, by torch.profiler; ``memory`` records every allocation (on CUDA as a snapshot for
-    https://pytorch.org/memory_viz, on the CPU by torch.profiler), and a table with the memory of the process and the
-    device after each step. ``steps``: the first and the last step, counted from 1 at the start of the process, so that
-    resumed runs can be recorded too. A recording costs time and memory, which no plan predicts.
+    ``record``: what each rank records. ``trace`` records the rank's actions and their waits, as a Chrome trace.
+    ``profiler`` records every operator, by torch.profiler. ``memory`` records every allocation, and a table with the
+    memory of the process and of the device after each step. Allocations on CUDA are recorded as a snapshot for
+    https://pytorch.org/memory_viz, and on the CPU by torch.profiler. ``steps``: the first and the last step to record,
+    counted from 1 at the start of the process, so that resumed runs can be recorded too. A recording costs time and
+    memory, which no plan predicts.
     """
 
     record: str = "off"
@@ -106,7 +107,7 @@ class Trace:
         return contextlib.nullcontext()
 
     def add(self, result: StepResult) -> None:
-        """Store the spans of a step; after the last step to record, write all."""
+        """Store the spans of a step if it is to be recorded. After the last step to record, write all stored spans."""
         self._count += 1
         if self._first <= self._count <= self._last:
             self._spans += result.spans
@@ -114,15 +115,15 @@ class Trace:
             self.close()
 
     def close(self) -> None:
-        """Write the spans so far."""
+        """Write the stored spans."""
         if self._spans:
             self._path.write_text(json.dumps(chrome_trace(self._spans)), encoding="utf-8")
             self._spans = []
 
 
 class Window:
-    """A recording by torch over some steps. ``start`` is called before the first step, and ``stop`` after the last one;
-    ``stop`` writes the file."""
+    """Records consecutive steps with a tool of torch. ``start`` is called before the first step, and ``stop`` after the
+    last one; ``stop`` writes the file."""
 
     def __init__(self, steps: tuple[int, int], start: Call, stop: Call) -> None:
         self._count, (self._first, self._last) = 0, steps
@@ -167,7 +168,7 @@ def _profiler(path: Path, device: torch.device, *, memory: bool = False) -> tupl
 
 
 class MemoryTable:
-    """Records a table of the memory after each step, and every allocation of some steps."""
+    """Records a table of the memory after each step. ``allocations`` records every allocation of some steps."""
 
     def __init__(self, allocations: Window, table: Path, device: torch.device) -> None:
         self._allocations, self._device, self._count = allocations, device, 0
@@ -179,7 +180,8 @@ class MemoryTable:
         return self._allocations.step()
 
     def add(self, result: StepResult) -> None:
-        """Append a line to the table: bytes held now, and the peak since the engine was built."""
+        """Append a line to the table: the bytes in use now, the peak since the engine was built, and the bytes swapped
+        in this step."""
         self._count += 1
         line = {
             "step": self._count,

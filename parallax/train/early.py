@@ -40,7 +40,7 @@ class TrackedMetric:
         return {"metric": self.metric, "best": self.best, "since_best": self.since_best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``, unless it is the state of another metric."""
+        """Continue from ``state``, which :meth:`state_dict` returned. The state of another metric is ignored."""
         if state.get("metric") == self.metric:
             self.best, self.since_best = state["best"], state["since_best"]
 

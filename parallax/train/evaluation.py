@@ -1,4 +1,5 @@
-"""Compute the validation loss: the mean over all held-out rows, or over all targets that count, for any batch size."""
+"""Compute the validation loss: the mean over all held-out rows, or over all targets that the loss does not ignore. The
+batch size does not change this mean."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class EvaluatingEngine(Protocol):
     metrics: Metrics
 
     def evaluate_weighted(self, batch: Rows) -> tuple[float, float]:
-        """Return the loss of a batch, and its weight in a mean over batches."""
+        """Return the loss of a batch, and the weight of this loss in a mean over batches."""
 
 
 class HeldOut:
@@ -60,9 +61,9 @@ class HeldOut:
         self._engine, self._source, self._rows, self._most = engine, source, rows, most
 
     def evaluate(self, progress: Callable[[int, int | None], bool]) -> Evaluated | None:
-        """Return the validation loss. All ranks call it. ``progress(done, count)`` is called after each batch with the
-        numbers of evaluated and of all batches (None: unknown). If it returns False, the evaluation stops and returns
-        None."""
+        """Return loss and metrics of the held-out rows. All ranks must call this method. After each batch,
+        ``progress(done, count)`` is called with the number of evaluated batches and the number of all batches (None:
+        unknown). If ``progress`` returns False, the evaluation stops and returns None."""
         total, weights, done, rows, bad = 0.0, 0.0, 0, 0, None
         self._engine.metrics.begin(training=False)
         known = self.known_batches()

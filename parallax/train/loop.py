@@ -52,24 +52,25 @@ _MOST_SKIPS = 10  # consecutive steps with a non-finite loss or gradient
 class TrainerConfig:
     """Length and batch of a training run.
 
-    ``steps``: the number of optimizer steps. ``epochs``: the length of the run in passes over the training rows
-    instead. One of the two must be set (0: not set). ``global_batch``: rows per optimizer step over all replicas.
-    ``microbatch``: rows per micro-batch; with auto the planner chooses. ``gather_loss``: gather the outputs of all
-    micro-batches and replicas, and compute the loss once over the whole batch, as contrastive losses need.
-    ``eval_every``, ``checkpoint_every``: steps between evaluations or checkpoints; 0 is only at the end.
-    ``eval_batches``: the maximum number of global batches per evaluation; auto is all held-out rows. ``resume``: auto
-    resumes from the run directory's last checkpoint; with never the run restarts from the beginning.
-    ``watchdog_seconds``: the run ends, with a message that names the rank, if a rank hangs: if for this many seconds it
-    stays in one action, does not answer or, outside of steps, shows no sign of life (never less than two predicted
-    steps); 0 disables this. ``phase_seconds``: the limit of each phase outside of steps, such as loading data, building
-    the engine, the first steps with ``compile``, an evaluation, a checkpoint; 0 sets no limit. ``grace_seconds``: the
-    time for saving a checkpoint after a request to end (SIGTERM, Ctrl-C); when it is over, the run ends without the
-    checkpoint; 0 sets no limit. ``max_restarts``: how often all ranks restart from the last checkpoint after a rank has
-    died, crashed, hung, or failed with an error that may be transient; 0 is never. Under your own torchrun, its
-    ``--max-restarts`` applies instead. ``nonfinite``: the reaction to a step with a non-finite loss or gradient: stop
-    ends the run; skip leaves out the step, but at most ten in a row. ``patience``: the run ends, with a checkpoint,
-    after this many evaluations in a row without an improvement of ``checkpoint.metric``; 0 is never. ``target``: the
-    run ends, with a checkpoint, after an evaluation in which ``checkpoint.metric`` reaches this value; off is never.
+    ``steps``: the length of the run as the number of optimizer steps. ``epochs``: the length of the run as the number
+    of passes over the training rows. One of the two must be set (0: not set). ``global_batch``: rows per optimizer step
+    over all replicas. ``microbatch``: rows per micro-batch; with auto the planner chooses. ``gather_loss``: gather the
+    outputs of all micro-batches and replicas, and compute the loss once over the whole batch, as contrastive losses
+    need. ``eval_every``, ``checkpoint_every``: the number of steps between evaluations or checkpoints; 0: only at the
+    end of the run. ``eval_batches``: the maximum number of global batches per evaluation; auto is all held-out rows.
+    ``resume``: auto resumes from the run directory's last checkpoint; with never the run restarts from the beginning.
+    ``watchdog_seconds``: the seconds after which a rank counts as hanging, at least the time of two predicted steps; 0
+    disables this. A rank hangs if it stays in one action, does not answer, or shows no sign of life outside of steps.
+    The run then ends with a message that names the rank. ``phase_seconds``: the limit of each phase outside of steps,
+    such as loading data, building the engine, the first steps with ``compile``, an evaluation, a checkpoint; 0 sets no
+    limit. ``grace_seconds``: the time for saving a checkpoint after a request to end (SIGTERM, Ctrl-C); when it is
+    over, the run ends without the checkpoint; 0 sets no limit. ``max_restarts``: how often all ranks restart from the
+    last checkpoint after a rank has died, crashed, hung, or failed with an error that may be transient; 0 is never. If
+    you start torchrun yourself, torchrun's ``--max-restarts`` applies instead. ``nonfinite``: the reaction to a step
+    with a non-finite loss or gradient: stop ends the run; skip leaves out the step, but at most ten in a row.
+    ``patience``: the run ends, with a checkpoint, after this many evaluations in a row without an improvement of
+    ``checkpoint.metric``; 0 is never. ``target``: the run ends, with a checkpoint, after an evaluation in which
+    ``checkpoint.metric`` reaches this value; off is never.
     """
 
     steps: int = 0
@@ -189,10 +190,11 @@ def train(
     status: StepObserver | None = None,
     utilization: Utilization | None = None,
 ) -> dict[str, Any]:
-    """Train until ``trainer.steps`` and return the summary, which rank 0 also writes into the run ``directory``. Every
-    rank calls it. ``checkpoints`` is the folder of checkpoints, by default one in the run directory; ``checkpoint``
-    configures them. ``parameters`` are the settings that loggers record; ``name`` among them is the name of the run.
-    ``callbacks`` are called on every rank, and must be the same on all (:mod:`parallax.train.callbacks`).
+    """Train until ``trainer.steps`` and return the summary, which rank 0 also writes into the run ``directory``. All
+    ranks must call this function. ``checkpoints`` is the folder of checkpoints, by default one in the run directory;
+    ``checkpoint`` configures the checkpoints. ``parameters`` are the settings that loggers record; the entry ``name``
+    is the name of the run. ``callbacks`` are called on every rank, and must be the same on all
+    (:mod:`parallax.train.callbacks`).
 
     ``status`` receives the figures of each step. ``utilization`` computes the model FLOP utilization. ``watchdog``
     receives the name of each phase outside of steps, and knows whether this rank was requested to end. If there is a
@@ -225,7 +227,7 @@ def train(
 
 
 class _Run:
-    """The state of the training loop on one rank. Rank 0 writes files for all."""
+    """The state of the training loop on one rank. Rank 0 writes the files of all ranks."""
 
     def __init__(
         self,
@@ -379,8 +381,8 @@ class _Run:
 
     def _end_of_rows(self, logger: RankZeroLogger) -> None:
         """Evaluate and save after the last row. Raises :class:`DataError` if the rows must not end after this step. If
-        only some ranks have no more rows, nothing is saved, because the sources of the others are one batch ahead of
-        the weights."""
+        some ranks still have rows, nothing is saved, because the sources of these ranks are one batch ahead of the
+        weights."""
         step, metrics = self._engine.completed_steps, dict[str, float | None]()
         self._stopping.exchange()
         if self._rows_end.everywhere:
@@ -414,7 +416,8 @@ class _Run:
         return bool(completed)
 
     def _agree_requests(self, logger: RankZeroLogger) -> None:
-        """Exchange the requests of callbacks between the ranks, if there are callbacks. All ranks call it."""
+        """Exchange the requests of callbacks between the ranks, if there are callbacks. All ranks must call this
+        method."""
         if not self._callbacks:
             return
         known = self._callbacks.reason
@@ -572,7 +575,7 @@ class _Run:
 
     def _evaluate(self, logger: RankZeroLogger, step: int) -> dict[str, float]:
         """Evaluate and report all held-out sets. Return loss and metrics of the main set, or nothing if a rank has been
-        requested to end. The metric may end the run."""
+        requested to end. The metric that ``patience`` and ``target`` use may end the run."""
         first: Evaluated | None = None
         self._callbacks.run.validation = {}
         averages = self._engine.evaluates_averages and not self._stopping.is_last_step
@@ -623,8 +626,8 @@ class _Run:
         return found
 
     def _summary(self) -> dict[str, Any]:
-        """Return how the run ended, and the predicted and measured figures. The result is equal on every rank, except
-        for the rank's own waits."""
+        """Return how the run ended, and the predicted and measured figures. All figures are equal on every rank, except
+        the waits, which are those of this rank."""
         first = self._rank == 0
         return {
             "steps": self._engine.completed_steps,

@@ -35,8 +35,8 @@ class LoggerConfig:
     ``to``: the loggers to use: any of tensorboard, csv, wandb, mlflow and trackio. They get the figures of each step,
     the memory and utilisation of each rank, the settings, and the run's name and tags. ``project``: the project of
     Weights & Biases and Trackio, and the experiment of MLflow. ``tags``: tags of the run at these loggers. ``events``:
-    record every action of every rank, with its times. ``print_every``: the number of steps for each printed line, if
-    the output is not a terminal; auto prints the first ten steps and then about a hundred lines in a run.
+    record every action of every rank, with its times. ``print_every``: the number of steps from one printed line to the
+    next, if the output is not a terminal; auto prints the first ten steps and then about a hundred lines in a run.
     ``metrics.jsonl`` has every step.
     """
 
@@ -61,8 +61,8 @@ class LoggerConfig:
 
 
 class Unwritten:
-    """Failures of files, loggers and callbacks that do not end a run. The first failure of each is reported at once.
-    All are counted, and reported at the end."""
+    """Failures of files, loggers and callbacks that do not end a run. The first failure of each file, logger or
+    callback is reported at once. All failures are counted, and reported at the end of the run."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[str, int]] = {}
@@ -200,12 +200,12 @@ _SHOWN_SHARE = 0.005  # least share of a step that is shown; less would read 0%
 class StepLine:
     """The figures in the progress line of a step.
 
-    ``rate``: units per second. ``peak_bytes`` and ``budget_bytes``: peak memory and budget of the rank whose device is
-    fullest. ``offloaded_bytes``: the bytes that all ranks have offloaded; None if no stage swaps. ``overlap``: the
-    fraction of the transfer time during which no rank waited. ``stall_seconds``: the longest wait of a rank for swapped
-    data. ``skipped``: the number of skipped steps so far. ``input_share``: the longest wait of a rank for rows, as a
-    fraction of the step. ``learning_rate``: 0 if unknown. ``utilization``: model FLOP utilization of all devices; None
-    if unknown.
+    ``rate``: the speed in rows or tokens per second, as ``unit`` says. ``peak_bytes`` and ``budget_bytes``: peak memory
+    and budget of the rank whose device is fullest. ``offloaded_bytes``: the bytes that all ranks have offloaded; None
+    if no stage swaps. ``overlap``: the fraction of the transfer time during which no rank waited. ``stall_seconds``:
+    the longest wait of a rank for swapped data. ``skipped``: the number of skipped steps so far. ``input_share``: the
+    longest wait of a rank for rows, as a fraction of the step. ``learning_rate``: 0 if unknown. ``utilization``: model
+    FLOP utilization of all devices; None if unknown.
     """
 
     step: int

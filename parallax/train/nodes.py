@@ -43,7 +43,7 @@ class NodeRecords:
         return replace(result, spans=spans)
 
     def gather(self, unwritten: Unwritten) -> None:
-        """Copy the files of other nodes into rank 0's directory; called by every rank."""
+        """Copy the files of other nodes into rank 0's directory. All ranks must call this method."""
         if self._groups.shared:
             return
         found = gather_object(self._own_files())
@@ -67,7 +67,7 @@ class NodeRecords:
 
 
 def _end(path: Path) -> bytes:
-    """Return the last complete lines of a file, at most :data:`_MOST_BYTES`."""
+    """Return the last complete lines of a file, at most :data:`_MOST_BYTES` bytes."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - _MOST_BYTES))

@@ -44,7 +44,7 @@ RECENT = 25  # steps whose spans are kept, among which is the step of median len
 
 class RunRecord:
     """The steps recorded so far. Rank 0 writes files for all ranks. Failed writes are added to ``unwritten``.
-    ``validated``: the names of the figures of each evaluation."""
+    ``validated``: the names of the validation figures, which are None before the first evaluation."""
 
     def __init__(
         self,
@@ -152,8 +152,8 @@ class RunRecord:
         }
 
     def _results(self, rows_per_step: int, tokens_per_row: int) -> dict[str, float | None]:
-        """Return loss and speed of the steps since this start. If it took no steps, because the run was complete,
-        return those of earlier starts, from ``metrics.jsonl``."""
+        """Return loss and speed of the steps since this start. If this start took no steps because the run was
+        complete, return loss and speed of earlier starts, from ``metrics.jsonl``."""
         metrics = self._directory / METRICS
         losses = self._losses or numbers_of(metrics, "loss")
         seconds = self.seconds or numbers_of(metrics, "step_seconds")
@@ -175,8 +175,8 @@ class RunRecord:
         }
 
     def write_occupancy(self, step: int) -> None:
-        """Write the memory of the swap manager over the last step, ``step``; or remove the file if it is of an earlier
-        plan."""
+        """Write how the memory of the swap manager changed during ``step``, the last step. If this plan does not swap,
+        remove the file that an earlier plan may have left."""
         if self._last is not None:
             with self._unwritten.trying(occupancy_path(self._directory, self._mesh.rank)):
                 self._write_occupancy(self._last, step)
@@ -219,15 +219,15 @@ class RunRecord:
                     timeline_png(predicted, measured, drawn)
 
     def _write_measured(self, path: Path) -> None:
-        """Write the measured events to ``path``. This precedes the summary, so that a run with a summary has the
-        events."""
+        """Write the measured events to ``path``. Call this method before the summary is written, so that a run with a
+        summary always has the events."""
         if self._measured or not path.exists():
             path.unlink(missing_ok=True)
             with EventLog(path) as events:
                 events.extend(self._measured)
 
     def _typical_spans(self) -> list[Span]:
-        """Return the spans of all ranks for one recent step: that with the median length on rank 0."""
+        """Return the spans of all ranks for one recent step: the step with the median duration on rank 0."""
         recent = list(self._recent)
         if not recent:
             return []

@@ -54,8 +54,8 @@ def records_between(path: Path, after: int, last: int) -> Iterator[dict[str, Any
 
 
 def forget_steps(path: Path, first: int) -> int:
-    """Remove the records of step ``first`` and later from the end of a file, and a partial line. Return the number of
-    removed steps."""
+    """Remove the records of step ``first`` and later from the end of a file, and an incomplete last line. Return the
+    number of removed steps."""
     if not path.exists():
         return 0
     kept, steps = 0, set[int]()

@@ -31,7 +31,7 @@ class RowsEnd:
 
     def fetch(self, get: Callable[[], Rows]) -> Rows | None:
         """Return the result of ``get()``, a batch. Return None on all ranks if any rank has no more rows. All ranks
-        call it."""
+        must call this method."""
         batch = self._fetch(get)
         ended = self._count(self._here)
         self.everywhere = ended == self._mesh.plan.world_size
@@ -49,9 +49,9 @@ class RowsEnd:
         return None
 
     def refuse(self, step: int) -> None:
-        """Raise :class:`DataError` on all ranks if the rows must not end after ``step``: because no step was done,
-        because only some ranks have reached the end, or because the source raised an IndexError. Call it after the step
-        has been saved."""
+        """Raise :class:`DataError` on all ranks if the rows must not end after ``step``. This is so if no step was
+        done, if only some ranks have reached the end, or if the source raised an IndexError. Call this method after the
+        step has been saved."""
         mistakes = self._count(bool(self._mistake))
         if not self.everywhere or mistakes or not step:
             self._refuse(step, mistakes > 0)

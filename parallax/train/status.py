@@ -43,9 +43,9 @@ class NoStepObserver:
 
 
 class RankStatusFile:
-    """The status file of a rank, replaced at most once a second. The rank's watch calls it as a
+    """The status file of a rank, replaced at most once a second. The rank's watchdog thread calls this object as a
     :class:`~parallax.runtime.failure.heartbeat.Heartbeat`. A separate thread writes the file, so that neither training
-    nor the watch waits for a file system that does not answer."""
+    nor the watchdog waits for a file system that does not answer."""
 
     def __init__(
         self,
@@ -84,7 +84,8 @@ class RankStatusFile:
         self._writer: threading.Thread | None = None
 
     def stepped(self, result: StepResult, step: int, fetch_seconds: float) -> None:
-        """Take over the figures of a step. They are stored in one new object, because another thread reads them."""
+        """Store the figures of a step for the next write. All of them are stored in one new object, because the writing
+        thread reads them at any time."""
         now = time.monotonic()
         self._times.append((now, step))
         self._begun += 1
@@ -157,8 +158,8 @@ class RankStatusFile:
 
 
 def _utilization_of(plan: Plan, profile: ModelProfile | None, pipeline_rank: int) -> Utilization:
-    """Return the meter of model FLOP utilization for one pipeline rank: the operations of its blocks for a row, and the
-    peak of its device."""
+    """Return the meter of model FLOP utilization for one pipeline rank: it uses the operations of the rank's blocks for
+    one row, and the peak performance of the rank's device."""
     if profile is None:
         return Utilization()
     blocks = [
@@ -171,6 +172,6 @@ def _utilization_of(plan: Plan, profile: ModelProfile | None, pipeline_rank: int
 
 
 def _host_bytes() -> int:
-    """Return the bytes of memory that the processes of this host share."""
+    """Return the bytes of memory that all processes on this host together may use."""
     shared = [limit.limit_bytes for limit in memory_limits() if not limit.per_process]
     return min([psutil.virtual_memory().total, *shared])

@@ -43,7 +43,8 @@ class StopReason(Protocol):
     """A reason to end a run early. All fields are equal on every rank.
 
     ``name``: the value of ``ended`` in the summary. ``at_checkpoints``: whether to call :meth:`verdict` at checkpoints.
-    ``ends``: whether a verdict ends the run, or is only reported. ``then``: what happens next, for messages.
+    ``ends``: whether a verdict ends the run, or is only reported. ``then``: a text for messages that tells what happens
+    next.
     """
 
     name: str
@@ -82,8 +83,8 @@ class Requested:
 
 
 class Drifted:
-    """The step times differ from the plan's prediction, or a rank stays slow. ``evaluate()`` returns a message that
-    tells which, or "". If the reason ``ends`` the run, the run resumes under another plan."""
+    """The step times differ from the plan's prediction, or a rank stays slow. ``evaluate()`` returns a message about
+    it, or "" if neither is so. If the reason ``ends`` the run, the run resumes under another plan."""
 
     name, then = "drift", "another plan continues from here"
 
@@ -103,8 +104,9 @@ class Drifted:
 
 
 def drift(seconds: Sequence[float], predicted: float) -> str:
-    """Return why the measured steps show that the prediction is wrong; empty if they do not, or if there are too few.
-    ``seconds``: the duration of each step so far. ``predicted``: the predicted duration of a step."""
+    """Return a message if the measured steps show that the prediction is wrong. Return an empty string if they do not,
+    or if there are too few steps. ``seconds``: the duration of each step so far. ``predicted``: the predicted duration
+    of a step."""
     timed = seconds[WARM_UP:]
     if len(timed) < STEPS_TO_EVALUATE or predicted <= 0:
         return ""
@@ -115,8 +117,9 @@ def drift(seconds: Sequence[float], predicted: float) -> str:
 
 
 def contradiction(measured: float, predicted: float, steps: int) -> str:
-    """Return why the measured steps show that the profile behind a plan is wrong; "" if they do not. ``measured``: the
-    typical duration of ``steps`` steps. ``predicted``: the duration of a step that was computed from the profile."""
+    """Return a message if the measured steps show that the profile behind a plan is wrong, otherwise "". ``measured``:
+    the typical duration of ``steps`` steps. ``predicted``: the duration of a step that was computed from the
+    profile."""
     if steps < WARM_UP + STEPS_TO_EVALUATE or min(measured, predicted) <= 0:
         return ""
     ratio = measured / predicted
@@ -161,12 +164,12 @@ class Stopping:
             self._agreed[n] = Agreed(number, known.message)
 
     def exchange(self) -> None:
-        """Agree outside of a step, with a separate exchange of the numbers. All ranks call it."""
+        """Agree outside of a step, with a separate exchange of the numbers. All ranks must call this method."""
         if not self.is_last_step:
             self.agree(self._mesh.gather_columns(self.columns()))
 
     def evaluate(self) -> list[str]:
-        """Evaluate the reasons at a checkpoint, and return the new messages. All ranks call it."""
+        """Evaluate the reasons at a checkpoint, and return the new messages. All ranks must call this method."""
         found = []
         for index, reason in enumerate(self._reasons):
             known = self._agreed[index]

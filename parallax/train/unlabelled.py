@@ -45,9 +45,9 @@ _HEAD_BYTES = 8192
 
 
 def settings_for(path: str, stored: DataConfig) -> DataConfig:
-    """Return the data settings with which ``path`` is read. If the run's own settings, ``stored``, are of the kind that
-    the files have, use these. Otherwise use the settings of that kind, with the values that it has in common with
-    ``stored``, such as the size of images."""
+    """Return the data settings with which ``path`` is read. ``stored``: the run's own data settings. If their kind can
+    read ``path``, return them with the new path. Otherwise return the settings of another kind, with the values that
+    this kind has in common with ``stored``, such as the size of images."""
     kinds = _kinds_of(data_path("--inputs", path))
     if stored.name in kinds:
         labels = {"labels": ""} if hasattr(stored, "labels") else {}
@@ -58,7 +58,8 @@ def settings_for(path: str, stored: DataConfig) -> DataConfig:
 
 
 def _kinds_of(path: Path) -> tuple[str, ...]:
-    """Return the kinds of data that can read ``path``; for a folder, those that can read its first known file."""
+    """Return the names of the kinds of data that can read ``path``. For a folder, its first file of a known type
+    decides."""
     for file in [path] if path.is_file() else _walk(path):
         for suffixes, kinds in _KINDS.items():
             if file.name.lower().endswith(suffixes):
@@ -86,7 +87,8 @@ def _is_text(path: Path) -> bool:
 @dataclass(frozen=True, kw_only=True)
 class UnlabelledDataConfig(IndexedDataConfig):
     """The rows of the data ``kind``, in order and without targets. ``bad``: the reaction to a row that cannot be read:
-    stop raises an error; skip puts another row in its place, and names it in the part ``skipped`` of the batch."""
+    stop raises an error; skip puts another row in its place, and lists the bad row in the part ``skipped`` of the
+    batch."""
 
     name: str = ""
     kind: IndexedDataConfig
@@ -124,8 +126,8 @@ class UnlabelledDataConfig(IndexedDataConfig):
 
 
 class UnlabelledTable:
-    """The inputs of ``table``; targets are None. With ``skips``, another row takes the place of a row that cannot be
-    read."""
+    """The inputs of ``table``, with None as targets. With ``skips``, a row that cannot be read is replaced by another
+    row."""
 
     whole = False
 
@@ -166,8 +168,8 @@ class UnlabelledTable:
         return self._table.read(rows, seeds, frozenset({INPUTS}))[INPUTS]
 
     def _without_bad(self, rows: Numbers, seeds: Seeds) -> tuple[Any, list[tuple[int, str]]]:
-        """Return the inputs of ``rows``, and the bad rows with their errors. In the inputs, a readable row takes the
-        place of each bad one."""
+        """Return the inputs of ``rows``, and the bad rows with their errors. In the inputs, each bad row is replaced by
+        a readable row."""
         bad: list[tuple[int, str]] = []
         sound = list[int]()
         for place in range(len(rows)):

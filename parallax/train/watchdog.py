@@ -17,7 +17,7 @@ class Watchdog(Protocol):
         """Record that everything is saved, so that this rank has met the deadline of a request to end."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Give the activity in this context a name, for use outside of steps."""
+        """A context that names the current activity. It is used outside of steps."""
 
 
 class NoWatchdog:

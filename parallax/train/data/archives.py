@@ -28,7 +28,8 @@ _SETS = ("train", "val", "valid", "validation", "test")
 
 
 class Archives(Protocol):
-    """Tar files, by number. ``sizes``: the bytes of each file. ``identity``: JSON data that identify the files."""
+    """Several tar files, which are identified by their index. ``sizes``: the bytes of each file. ``identity``: JSON
+    data that identify the files."""
 
     sizes: list[int]
     identity: list[Any]
@@ -135,8 +136,9 @@ def check_head(head: bytes, where: str) -> None:
 
 
 class LocalArchives:
-    """Archives on a local disk. They are read with ``pread``, because processes that share a file descriptor also share
-    its file position. A process opens a file at its first read, and keeps only a few files open."""
+    """Archives on a local disk. Archives are read with ``pread``, which does not use the file position, because
+    processes that share a file descriptor also share the file position. A process opens a file at its first read, and
+    keeps only a few files open."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._paths = paths
@@ -268,8 +270,8 @@ class RemoteArchives:
         return [str(each) for each in found]
 
     def _connected(self) -> Any:
-        """Return the file system. A forked process creates its own, because a file system may have a thread, which a
-        fork does not copy."""
+        """Return the file system. A forked process creates a file system of its own, because a file system may use a
+        thread, and a fork does not copy threads."""
         if self._process != os.getpid():
             from fsspec.core import url_to_fs
 
@@ -281,7 +283,7 @@ class RemoteArchives:
     @contextlib.contextmanager
     def _named(self, place: str) -> Iterator[None]:
         """A context that converts any error of fsspec and its file systems to a :class:`DataError` that names
-        ``place``. All exceptions are caught, because each file system raises classes of its own."""
+        ``place``. All exceptions are caught, because each file system raises its own exception classes."""
         try:
             yield
         except UserError:

@@ -49,9 +49,9 @@ class ArraysDataConfig(IndexedDataConfig):
     """Arrays in files; the first dimension is the row.
 
     ``path``: a folder with .npy files, or one .npz or .safetensors file. ``inputs``, ``targets``: names of the arrays
-    for the model and for the loss. A name is a file in the folder without .npy, or an array in the file. Several inputs
-    are passed to the model as keyword arguments. With auto, the targets are the first of labels, label, targets, target
-    and y that exists, and the inputs are all other arrays.
+    for the model and for the loss. A name is the name of a file in the folder, without the suffix .npy, or the name of
+    an array in the file. Several inputs are passed to the model as keyword arguments. With auto, the targets are the
+    first of labels, label, targets, target and y that exists, and the inputs are all other arrays.
     """
 
     name: str = "arrays"
@@ -67,7 +67,8 @@ class ArraysDataConfig(IndexedDataConfig):
         return self._table(model, Columns.chosen)
 
     def unlabelled(self, model: ModelConfig, *, quiet: bool = True) -> Table:  # noqa: ARG002
-        """Return rows with inputs only, from a folder or a file. A single .npy file is the input."""
+        """Return rows with inputs only, from a folder or a file. If ``path`` is a single .npy file, its array is the
+        input."""
         path = data_path("data.path", self.path)
         if path.suffix != ".npy" or path.is_dir():
             return self._table(model, Columns.unlabelled)
@@ -117,7 +118,7 @@ class ArraysTable:
         return self._rows
 
     def read(self, rows: Numbers, seeds: Seeds, parts: frozenset[str]) -> Values:  # noqa: ARG002
-        """Return the rows with the dtype of the file. The engine later converts float64 values and integer targets."""
+        """Return the rows in the dtype of the file. The engine later converts float64 values and integer targets."""
         with timed("read"):
             found = {name: self._arrays[name].rows(rows) for name in self._columns.names(parts)}
         return self._columns.values(found, parts)
@@ -182,8 +183,8 @@ def _of_npy(root: Path, name: str) -> Mapped:
 
 
 def _mapped_npy(file: BinaryIO, path: Path, end: int, where: str) -> Array:
-    """Return the array in .npy format that begins at the position of ``file`` and ends at ``end``, mapped from
-    ``path``."""
+    """Return the array in .npy format whose data begin at the current position of ``file`` and end at ``end``. The
+    array is mapped from ``path``, the path of ``file``."""
     shape, fortran, dtype = _npy_header(file, where)
     start = file.tell()
     size = _bytes_of(shape, dtype)
@@ -253,7 +254,8 @@ def _reading_zip(path: Path) -> Iterator[None]:
 
 
 def _of_member(path: Path, member: zipfile.ZipInfo) -> Mapped:
-    """Return an archive member: mapped if it is stored uncompressed, otherwise decompressed into memory."""
+    """Return the array in a member of a zip archive. An uncompressed member is mapped; a compressed member is
+    decompressed into memory."""
     where = f"{printable(str(path))}: {printable(member.filename)}"
     if member.compress_type == zipfile.ZIP_STORED and not member.flag_bits & 1:
         with path.open("rb") as file:

@@ -171,7 +171,7 @@ class AudioTable:
             )
 
     def _check(self, file: Any, path: Path) -> None:
-        """Raise :class:`DataError` if the file has another sample rate or another number of channels than the
+        """Raise :class:`DataError` if the sample rate or the number of channels of the file differs from the
         settings."""
         if file.samplerate != self.rate:
             raise DataError(
@@ -202,7 +202,7 @@ class AudioTable:
 
 
 def _of_folder(root: Path) -> Clips:
-    """Return the sound files in the subfolders of ``root``. Each subfolder is a class, even without files."""
+    """Return the sound files in the subfolders of ``root``. Each subfolder is a class, even if it has no files."""
     check_class_folders(root, f"data.path={printable(str(root))}")
     suffixes = _ALSO | {f".{name.lower()}" for name in _soundfile().available_formats()}
     classes = sorted(

@@ -287,7 +287,7 @@ class ChatTemplate:
 
 
 def _weighted(messages: Messages, spans: Spans, where: str) -> Spans:
-    """Return the ``spans`` of the answers without those of weight 0."""
+    """Return the ``spans`` of the answers, except answers whose message has weight 0."""
     weights = [each.get("weight") for each in messages if each["role"] == "assistant"]
     if 0 not in weights:
         return spans

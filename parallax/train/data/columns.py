@@ -24,8 +24,8 @@ _SAMPLED = 32  # rows of which a fingerprint has the values
 
 @dataclass(frozen=True)
 class Columns:
-    """The names of the input columns and of the target columns. A single column is read as an array. Several columns
-    are read as a mapping, and so are all inputs of a model that takes keyword arguments."""
+    """The names of the input columns and of the target columns. A single column is read as an array, several columns as
+    a mapping. The inputs of a model that takes keyword arguments are always read as a mapping."""
 
     parts: Mapping[str, tuple[str, ...]]
     by_name: bool
@@ -35,7 +35,8 @@ class Columns:
         cls, label: str, known: Collection[str], inputs: Names, targets: Names, *, by_name: bool
     ) -> Columns:
         """Return the columns that the settings ``inputs`` and ``targets`` select; auto follows the same rules as in
-        ``data=dataset``. Raises :class:`DataError` for a name that is not ``known``."""
+        ``data=dataset``. ``by_name``: whether the model takes its inputs as keyword arguments. Raises
+        :class:`DataError` for a name that is not ``known``."""
         several = listed(targets)
         if missing := [name for name in several if name not in known]:
             raise DataError(
@@ -59,8 +60,8 @@ class Columns:
     def unlabelled(
         cls, label: str, known: Collection[str], inputs: Names, targets: Names, *, by_name: bool
     ) -> Columns:
-        """Return the input columns for rows without targets. auto selects all columns except ``targets`` and the usual
-        names of targets."""
+        """Return the input columns for rows without targets. If ``inputs`` is auto, all columns are selected, except
+        ``targets`` and columns with a usual name of targets."""
         wanted = listed(inputs) or [
             name for name in known if name not in (*listed(targets), *TARGET_KEYS)
         ]
@@ -93,8 +94,8 @@ class Columns:
 def digest_of_columns(
     names: Sequence[str], rows: int, read: Callable[[str, Numbers], Array]
 ) -> str:
-    """Return a digest of the columns ``names``: of dtype, shape, and the values of a few of the ``rows`` rows. ``read``
-    returns rows of a column."""
+    """Return a digest of the columns ``names``. The digest covers dtypes, shapes, and the values of a few of the
+    ``rows`` rows. ``read(name, numbers)`` returns rows of a column."""
     chosen = np.unique(np.linspace(0, rows - 1, _SAMPLED).astype(np.int64))
     found = 0
     for name in names:

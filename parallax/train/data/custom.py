@@ -35,7 +35,8 @@ class CustomDataConfig(DataConfig):
         return f"data.target={printable(self.target)}"
 
     def open(self, model: ModelConfig, seed: int, *, quiet: bool = True) -> Source:  # noqa: ARG002
-        """Return the user's source. The global generators are seeded with ``seed`` before it is created."""
+        """Return the user's source. The global random generators are seeded with ``seed`` before the source is
+        created."""
         seed_generators(seed)
         source: Source = call_target("data", self.target, self.kwargs)
         what = f"data.target={self.target} returned a {type(source).__name__}"

@@ -52,13 +52,13 @@ class DatasetDataConfig(IndexedDataConfig):
     """Settings of a user's ``Dataset``.
 
     ``target``: a factory as ``package.module:function`` that returns a map-style dataset (with ``__len__`` and
-    ``__getitem__``), a Hugging Face dataset, an iterable dataset, or a ``DataLoader``. Of a loader, only the dataset
-    and ``collate_fn`` are used. ``kwargs``: keyword arguments of the factory. ``collate``: a function that converts a
-    list of examples to a batch; auto is the loader's ``collate_fn`` or torch's ``default_collate``. ``inputs``,
-    ``targets``: for examples that are mappings, the keys of the model's inputs and of the loss's targets. With auto,
-    the targets are the first of labels, label, targets, target and y that exists, and the inputs are all other keys. A
-    model of transformers, which computes its own loss, also gets the labels as an input. For examples that are tuples,
-    the last value is the targets.
+    ``__getitem__``), a Hugging Face dataset, an iterable dataset, or a ``DataLoader``. Only the dataset and the
+    ``collate_fn`` of a ``DataLoader`` are used. ``kwargs``: keyword arguments of the factory. ``collate``: a function
+    that converts a list of examples to a batch; auto is the loader's ``collate_fn`` or torch's ``default_collate``.
+    ``inputs``, ``targets``: for examples that are mappings, the keys of the model's inputs and of the loss's targets.
+    With auto, the targets are the first of labels, label, targets, target and y that exists, and the inputs are all
+    other keys. A model of transformers, which computes its own loss, also gets the labels as an input. For examples
+    that are tuples, the last value is the targets.
     """
 
     name: str = "dataset"
@@ -73,7 +73,8 @@ class DatasetDataConfig(IndexedDataConfig):
         return f"data.target={printable(self.target)}"
 
     def open(self, model: ModelConfig, seed: int, *, quiet: bool = True) -> Source:
-        """Return the source of rows. The global generators are seeded before the dataset is created."""
+        """Return the source of rows. The global random generators are seeded with ``seed`` before the dataset is
+        created."""
         seed_generators(seed)
         found, collate = self._created()
         if isinstance(found, IterableDataset) or _is_iterable_only(found):
@@ -99,7 +100,8 @@ class DatasetDataConfig(IndexedDataConfig):
         return _of_tensors(made), collate
 
     def _check_made(self, made: Any) -> None:
-        """Raise :class:`DataError` for the usual objects that are returned in place of a dataset."""
+        """Raise :class:`DataError` for objects that factories often return by mistake: a class, several datasets, or a
+        data frame of pandas."""
         several = made if isinstance(made, tuple | list) and made else ()
         keys = list(made)[:9] if isinstance(made, Mapping) and 0 not in made else []
         what = ""
@@ -199,7 +201,7 @@ class Split:
         )
 
     def _targets_last(self, batch: Sequence[Any]) -> Sequence[Any]:
-        """Return the values of a tuple with the targets last. Of a named tuple, they may be any field."""
+        """Return the values of a tuple with the targets last. In a named tuple, the targets may be any field."""
         names = getattr(batch, "_fields", ())
         known = TARGET_KEYS if self.targets == AUTO else (self.targets,)
         if (key := next((each for each in known if each in names), "")) == "":
@@ -243,8 +245,8 @@ _CHECKED_ROWS = 8  # of fewer rows, a check of the generators costs more than se
 class DatasetTable:
     """The collated examples of a map-style dataset.
 
-    ``whole_batches``: whether the collate function draws random numbers. Then a row depends on the others of its batch,
-    and the global batch is collated as a whole, so that rows do not depend on the micro-batches.
+    ``whole_batches``: whether the collate function draws random numbers. Then a row depends on the other rows of its
+    batch. The global batch is collated as a whole, so that rows do not depend on the division into micro-batches.
     """
 
     whole = True
@@ -326,7 +328,7 @@ class DatasetTable:
         return found
 
     def _collate_draws(self) -> bool:
-        """Return whether a batch of three rows draws random numbers, as MixUp and random masks do."""
+        """Return whether collating three rows draws random numbers, as MixUp and random masks do."""
         rows = np.unique([0, self._rows // 2, self._rows - 1])
         with own_generators():
             examples = self._examples(rows, rows.astype(np.uint64))
@@ -366,8 +368,8 @@ def _named(rows: Numbers) -> str:
 
 
 def _of_tensors(made: Any) -> Any:
-    """Return a dataset of Hugging Face in torch's format, in which lists of numbers are tensors, unless it has a
-    transform or torch's or numpy's format; and any other dataset as it is."""
+    """Return a Hugging Face dataset in torch's format, in which lists of numbers are tensors. Return it unchanged if it
+    has a transform, or the format of torch or numpy. Return any other dataset unchanged."""
     if not hasattr(made, "with_format"):
         return made
     if hasattr(made, "_formatting"):  # an IterableDataset

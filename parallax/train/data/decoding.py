@@ -61,13 +61,13 @@ class ImageDataConfig(IndexedDataConfig):
     hamming or nearest. ``channels``: 3 converts all images to RGB, 1 to grey; transparency is dropped, and 16-bit
     values keep their upper 8 bits. ``mean``, ``std``: values for the normalization of each channel, on a scale from 0
     to 1; auto uses ImageNet's. ``transform``: a function as ``package.module:function`` that replaces the resizing,
-    cropping and flipping, such as a composition of torchvision's transforms. It gets a Pillow image with ``channels``
-    channels. If it returns a Pillow image, this is normalized; a tensor or array is used unchanged. The global
-    generators of Python, numpy and torch are seeded for each row. ``broken``: refuse ends the run at a file that is not
-    an image; skip checks the headers of all files once, at the first start, and skips broken files. In both cases a
-    file that cannot be decoded ends the run. ``max_pixels``: the maximum pixels of a stored image. ``max_file``: the
-    maximum bytes of an encoded image. ``in_memory``: read all encoded images into memory at the start; workers share
-    this memory.
+    cropping and flipping, such as a composition of torchvision's transforms. The function gets a Pillow image with
+    ``channels`` channels. If the function returns a Pillow image, its values are normalized; a tensor or an array is
+    used unchanged. The global generators of Python, numpy and torch are seeded for each row. ``broken``: refuse ends
+    the run at a file that is not an image; skip checks the headers of all files once, at the first start, and skips
+    broken files. In both cases a file that cannot be decoded ends the run. ``max_pixels``: the maximum pixels of a
+    stored image. ``max_file``: the maximum bytes of an encoded image. ``in_memory``: read all encoded images into
+    memory at the start; workers share this memory.
     """
 
     size: int = 224
@@ -131,7 +131,7 @@ class ImageDataConfig(IndexedDataConfig):
 
     @property
     def short_side(self) -> int:
-        """The length of the short side, in pixels, before the middle is cropped."""
+        """The length in pixels of an image's short side after resizing, before the middle is cropped."""
         return self.size if isinstance(self.resize, str) else self.resize
 
     def shapes(self, model: ModelConfig) -> Shapes | None:  # noqa: ARG002
@@ -202,8 +202,8 @@ class ImageDecoder:
 
     @contextlib.contextmanager
     def _named(self, place: int, where: Callable[[int], str]) -> Iterator[None]:
-        """A context that converts errors of Pillow, which have many classes, to :class:`DataError` that names the
-        image."""
+        """A context that converts any error of Pillow to a :class:`DataError` that names the image. All exceptions are
+        caught, because Pillow raises many classes."""
         try:
             yield
         except DataError:
@@ -245,8 +245,8 @@ class ImageDecoder:
     # ----------------------------------------------------------------------------------------- images
 
     def fault(self, file: IO[bytes], size: int) -> str:
-        """Return the reason why a file of ``size`` bytes is not an image, judged by its header; "" if it seems to be
-        one. Raises OSError if the file cannot be read."""
+        """Return the reason why a file of ``size`` bytes is not an image, judged by its header; "" if the file seems to
+        be an image. Raises OSError if the file cannot be read."""
         try:
             self._opened(file, size)
         except Exception as error:
@@ -287,7 +287,8 @@ class ImageDecoder:
         return 1
 
     def _upright(self, image: Image, turn: int) -> Image:
-        """Return the image in the mode for ``channels``, rotated or mirrored by the Exif orientation ``turn``."""
+        """Return the image with ``channels`` channels, rotated or mirrored as the Exif orientation ``turn``
+        requires."""
         if image.mode in ("I", "F") or image.mode.startswith("I;16"):
             image = self._eight_bits(image)
         if image.mode != self._mode:
@@ -317,7 +318,7 @@ class ImageDecoder:
     # --------------------------------------------------------------------------------------- geometry
 
     def _drawn(self, width: int, height: int, seed: int) -> tuple[Box, bool]:
-        """Draw the crop box of an image, and whether to flip it."""
+        """Return the crop box of an image, and whether to flip the image. Random choices depend only on ``seed``."""
         if not self._random and not self._flip:
             return self._center(width, height), False
         draw = np.random.Generator(np.random.PCG64(seed))

@@ -87,7 +87,8 @@ class ValueField:
 
 @dataclass(frozen=True)
 class Choice:
-    """The alternative names of one field; each sample has one of them. ``kind``: image, array, number or json."""
+    """The alternative names of one field. Each sample has a field with one of these names. ``kind``: image, array,
+    number or json."""
 
     names: tuple[str, ...]
     kind: str
@@ -142,8 +143,8 @@ def number(data: bytes) -> NDArray[Any]:
 
 
 def of_json(data: bytes, key: str) -> NDArray[Any]:
-    """Return the number or the list of numbers at ``key`` of a JSON object, as int64 if all are integers, otherwise as
-    float32."""
+    """Return the value at ``key`` of a JSON object as an array. The value is a number or a list of numbers; the dtype
+    is int64 if all of them are integers, otherwise float32."""
     tree = plain_json(data.decode("utf-8"))
     if not isinstance(tree, dict) or key not in tree:
         raise ValueError(f"it is no JSON object with the key {key}")

@@ -49,8 +49,8 @@ class ImagesDataConfig(ImageDataConfig):
     ``path``: a folder with a subfolder for each class, which may have subfolders of its own. The label is the index of
     the class among the sorted class names. Names that start with a dot and files without an image suffix are skipped.
     ``labels``: a CSV file with a header and the columns ``path``, relative to the folder, and ``label``. Labels are
-    numbers, float32 unless all are whole, or names that are numbered in sorted order. Held-out sets use the class
-    numbers of the training rows.
+    numbers or names. Numbers are read as int64 if all are whole, otherwise as float32. Names are numbered in sorted
+    order. Held-out sets use the class numbers of the training rows.
     """
 
     name: str = "images"
@@ -93,7 +93,8 @@ class ImagesDataConfig(ImageDataConfig):
         return ImageTable(store, sound, index, decoder)
 
     def unlabelled(self, model: ModelConfig, *, quiet: bool = True) -> Table:  # noqa: ARG002
-        """Return images without labels: all in a folder and its subfolders, or the one in a file."""
+        """Return images without labels: all images in a folder and its subfolders, or the single image file
+        ``path``."""
         path = data_path("data.path", self.path)
         root = path if path.is_dir() else path.parent
         # The advice of an error is the caller's.
@@ -267,8 +268,8 @@ def index_folder(root: Path, label: str, *, quiet: bool) -> Index:
 
 
 def _unchanged(root: Path, index: Index) -> bool:
-    """Return whether no folder of the index has changed: adding or removing a file changes the modification time of its
-    folder."""
+    """Return whether all folders of the index have the modification times that the index holds. Adding or removing a
+    file changes the modification time of its folder."""
     names = Names(index.arrays["folders"], index.arrays["folders_ends"])
     place = os.fsencode(root)
     with contextlib.suppress(OSError):
@@ -351,7 +352,7 @@ def index_table(root: Path, table: Path, *, quiet: bool) -> Index:
 
 
 class ImageTable:
-    """Float32 images with int64 labels: the ``rows`` of an index. ``classes``: the class names; empty if labels are
+    """Images as float32, with their labels: the ``rows`` of an index. ``classes``: the class names; empty if labels are
     numbers."""
 
     whole = False
@@ -395,8 +396,8 @@ class ImageTable:
         return found
 
     def number_as(self, classes: Sequence[str], key: str) -> None:
-        """Renumber the labels of a held-out set to those of ``classes``, the classes of the training rows. Error
-        messages name the set ``key``."""
+        """Renumber the labels of a held-out set, so that they are indices into ``classes``, the classes of the training
+        rows. Error messages name the set ``key``."""
         if bool(classes) != bool(self.classes):
             raise DataError(
                 f"{key}: its labels are {'names' if self.classes else 'numbers'}, and those of the training rows are "

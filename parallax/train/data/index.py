@@ -31,7 +31,8 @@ Arrays = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class Index:
-    """Named ``arrays``, and ``notes`` as JSON data. ``path``: the cache file; None if the index is not cached."""
+    """The content of an index: named ``arrays``, and ``notes``, which are JSON data. ``path``: the cache file; None if
+    the index is not cached."""
 
     arrays: Arrays
     notes: dict[str, Any]

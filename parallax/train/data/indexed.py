@@ -46,13 +46,14 @@ _MOST_AUTO_WORKERS = 4
 class IndexedDataConfig(DataConfig):
     """Settings of all kinds of data with numbered rows.
 
-    ``validation``: the share of rows that is held out; auto is a twentieth, at most 1000 rows; 0 is none. Or separate
-    validation sets, each given by the settings in which it differs from the training rows:
-    ``data.validation.NAME.KEY=VALUE``. ``shuffle``: visit the rows in a new order in each epoch. ``last_batch``: what
-    to do with an incomplete batch at the end of an epoch: continue fills it with rows of the next epoch, keep uses a
-    smaller batch, drop skips its rows, repeat fills it with the first rows of the same epoch. ``workers``: processes of
-    each rank that prefetch rows; 0 reads in the rank itself; auto is 0 if reading a row takes less than 50 µs,
-    otherwise the rank's share of the cores, at most 4. ``prefetch``: the maximum bytes that a rank prefetches.
+    ``validation``: the share of rows to hold out; auto holds out a twentieth, at most 1000 rows; 0 holds out none.
+    Instead of a share, you can name separate validation sets: ``data.validation.NAME.KEY=VALUE`` gives each setting in
+    which the set NAME differs from the training rows. ``shuffle``: visit the rows in a new order in each epoch.
+    ``last_batch``: what to do with an incomplete batch at the end of an epoch: continue fills it with rows of the next
+    epoch, keep uses a smaller batch, drop skips its rows, repeat fills it with the first rows of the same epoch.
+    ``workers``: processes of each rank that prefetch rows; 0 reads in the rank itself; auto is 0 if reading a row takes
+    less than 50 µs, otherwise the rank's share of the cores, at most 4. ``prefetch``: the maximum bytes that a rank
+    prefetches.
     """
 
     reading: ClassVar[frozenset[str]] = frozenset({"workers", "prefetch"})
@@ -88,9 +89,9 @@ class IndexedDataConfig(DataConfig):
         raise NotImplementedError(f"{type(self).__name__} has no table")
 
     def unlabelled(self, model: ModelConfig, *, quiet: bool = True) -> Table:
-        """Return a table of rows without targets and without random augmentation. A kind of data overrides it if its
-        files may have no targets. The table may have two more methods: ``row_names(rows)`` returns the file of each
-        row, and ``lengths(rows)`` returns the length of each row without the padding up to ``padded_length``."""
+        """Return a table of rows without targets and without random augmentation. A kind of data overrides this method
+        if its files may have no targets. The table may have two more methods: ``row_names(rows)`` returns the file of
+        each row, and ``lengths(rows)`` returns the length of each row without the padding up to ``padded_length``."""
         return self.for_evaluation(self.table(model, quiet=quiet))
 
     def for_evaluation(self, table: Any) -> Table:
@@ -243,7 +244,7 @@ class IndexedSource(HeldOutSets):
         workers: Workers | None = None,
         limit: int = 2**28,
     ) -> dict[str, HeldOutRows]:
-        """Return name → held-out rows, for ``tables`` by the same names."""
+        """Return the held-out rows of each of ``tables``, by the names in ``tables``."""
         return {
             name: HeldOutRows(Loader(name, table, seed, workers, limit), len(table))
             for name, table in tables.items()
@@ -259,7 +260,7 @@ class IndexedSource(HeldOutSets):
         return getattr(self.table, name)
 
     def start(self) -> None:
-        """Start the workers. Call it early, because each worker is a copy of this process."""
+        """Start the workers. Call this method early, because each worker is a copy of this process."""
         if count := self._count_workers(self.table):
             tables = {"": self.table, **self._held_out_tables}
             self._workers = Workers(tables, count)
@@ -325,8 +326,8 @@ class IndexedSource(HeldOutSets):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``, in the order of the seed in ``state``, even if this run has another seed.
 
-        Raises :class:`CheckpointError` if the rows differ from the saved run's: the position would then select other
-        rows.
+        Raises :class:`CheckpointError` if the rows differ from those of the saved run, because the position would then
+        select other rows.
         """
         if state.get("fingerprint") != self.fingerprint:
             raise CheckpointError(

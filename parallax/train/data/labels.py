@@ -53,7 +53,8 @@ def labelled_files(table: Path) -> Iterator[tuple[int, str, str]]:
 
 
 def _column(columns: list[str], names: tuple[str, ...], where: str) -> str:
-    """Return the column that has the first of ``names``, or else one of the others, in capitals or not."""
+    """Return the column called ``names[0]`` or, without it, the only column with one of the ``names``, ignoring case.
+    Raises :class:`DataError` if there is no such column, or if there are several."""
     found = [each for each in columns if each.lower() in names]
     if exact := [each for each in found if each == names[0]]:
         return exact[0]
@@ -72,7 +73,9 @@ def _column(columns: list[str], names: tuple[str, ...], where: str) -> str:
 
 
 def _check_split(column: str, seen: set[str], value: str | None, where: str) -> None:
-    """Raise :class:`DataError` if a column such as split has rows of training and others, because all rows are read."""
+    """Raise :class:`DataError` if a column such as ``split`` assigns some rows to training and other rows to another
+    set, because all rows of the table are read. ``value``: the column's value in the current row, which is added to
+    ``seen``."""
     seen.add((value or "").strip().lower())
     if len(seen) > 1 and seen & {"train", "training"}:
         sets = ", ".join(sorted(map(printable, seen)))
@@ -83,7 +86,7 @@ def _check_split(column: str, seen: set[str], value: str | None, where: str) -> 
 
 
 def numbered(labels: list[str]) -> tuple[NDArray[Any], tuple[str, ...] | None]:
-    """Return labels as numbers, and the class names; None instead of names if all labels are numbers already."""
+    """Return labels as numbers, and the class names. The names are None if all labels are already numbers."""
     for dtype in (np.int64, np.float32):
         try:
             found = np.array(labels, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The lines of text files as rows, each read from the file when it is needed."""
+"""The lines of text files as rows. A line is read from its file when the row is needed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _PIECE_BYTES = 2**20
 
 
 class LineTable:
-    """Rows of one line each: int64 ids of shape (rows, ``sequence``), which are the bytes or, with a ``tokenizer``, the
-    tokens of the line, with padding at the end. The table uses 8 bytes of memory for each line. Names are relative to
-    ``root``."""
+    """Rows of one line each, as int64 ids of shape (rows, ``sequence``). The ids are the bytes of the line or, with a
+    ``tokenizer``, its tokens, with padding at the end. The table uses 8 bytes of memory for each line. Names are
+    relative to ``root``."""
 
     whole = False
 

@@ -38,8 +38,8 @@ class Loader:
     """Reads batches of one table on request and, if there are ``workers``, prefetches them.
 
     Prefetched rows use at most ``limit`` bytes, or the bytes of one request if these are more. ``seconds``: part of
-    reading → seconds, summed over all processes. ``whole_batches``: of a table whose rows depend on the other rows of
-    their batch, each request reads the batch as a whole.
+    reading → seconds, summed over all processes. ``whole_batches``: whether each request reads the whole batch, because
+    a row of this table depends on the other rows of its batch.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Loader:
         return changed
 
     def _take(self, taken: Taken, span: Span, part: str) -> Values:
-        """Return the rows: prefetched ones if there are, or else read now."""
+        """Return ``part`` of the rows ``span``. If these rows have not been prefetched, read them now."""
         for place, (turn, known, number) in enumerate(self._ahead):
             if (turn, known) == (0, span) and part in self._parts[span]:
                 del self._ahead[place]
@@ -141,7 +141,7 @@ class Loader:
         return values
 
     def _submit(self) -> None:
-        """Request the rows that are needed next from the workers, up to the limit."""
+        """Ask the workers for the rows that are needed next, up to the limit of prefetched bytes."""
         if self._workers is None or not self._pattern:
             return
         most = max(1, min(_MOST_REQUESTS, self._limit // max(1, self._request_bytes)))
@@ -195,7 +195,7 @@ class LoadedRows:
         return self._get(start, stop, TARGETS)
 
     def part(self, start: int, stop: int, part: str) -> Any:
-        """Return any other ``part`` that the table reads with its rows."""
+        """Return the rows [start, stop) of a ``part`` that the table reads in addition to inputs and targets."""
         return self._get(start, stop, part)
 
     def _get(self, start: int, stop: int, part: str) -> Any:

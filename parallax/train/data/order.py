@@ -75,7 +75,8 @@ def _permutation(size: int, seed: int, epoch: int) -> Permutation:
 
 @functools.lru_cache(maxsize=64)
 def _block(size: int, seed: int, epoch: int, block: int) -> Numbers:
-    """Return the rows at a block of positions. Computing many at once costs little more than computing one."""
+    """Return the row numbers at consecutive positions of an epoch, those of block ``block``. Computing a whole block
+    costs little more than computing one row number."""
     places = np.arange(block * _BLOCK, min(size, (block + 1) * _BLOCK), dtype=np.int64)
     return _permutation(size, seed, epoch)(places)
 

@@ -129,7 +129,7 @@ class ParquetTable:
         return int(self._ends[-1])
 
     def read(self, rows: Numbers, seeds: Seeds, parts: frozenset[str]) -> Values:  # noqa: ARG002
-        """Return the rows with the dtype of the columns. The engine later converts float64 values and integer
+        """Return the rows in the dtypes of the columns. The engine later converts float64 values and integer
         targets."""
         groups = np.searchsorted(self._ends, rows, side="right")
         places = rows - self._starts[groups]
@@ -187,8 +187,9 @@ class ParquetTable:
         return next(number for number, (index, _) in enumerate(self._groups) if index == file)
 
     def _check_metadata(self, names: tuple[str, ...]) -> int:
-        """Validate the columns before training, and return the bytes of all decoded columns, as far as the metadata
-        tell. A row group is read only if it may have nulls or lists of unequal length, according to the metadata."""
+        """Validate the columns before training. Return the bytes of all decoded columns; a column whose size the
+        metadata do not tell counts as 0. A row group is read only if it may have nulls or lists of unequal length,
+        according to the metadata."""
         lengths: dict[str, float] = {}
         size = 0.0
         for group, (index, number) in enumerate(self._groups):
@@ -256,7 +257,7 @@ class _File(Protocol):
 
     def values_per_row(self, group: int, name: str) -> float:
         """Return the number of values per row of a column in a row group, from the metadata. NaN means that some values
-        are null, and 0 that the metadata do not tell."""
+        are null; 0 means that the metadata do not tell the number."""
 
     def maps(self, values: Array) -> bool:
         """Return whether ``values`` are a view of the mapped file."""
@@ -392,7 +393,7 @@ def _open(path: Path) -> _File:
 
 
 def _other_table(path: Path) -> str:
-    """Return what to do with a file that is no table of this kind."""
+    """Return advice for an error message about a file that is neither Parquet nor Arrow."""
     builders = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json"}
     if (builder := builders.get(path.suffix.lower())) is None:
         return "remove it, or copy it again"

@@ -38,11 +38,11 @@ def files_below(
     root: Path, suffixes: Collection[str], label: str, hidden: tuple[str, ...] = ()
 ) -> list[str]:
     """Return the names of the files below the folder ``root`` that end in ``suffixes``, relative to ``root``. Folders
-    that begin with ``hidden`` are left out. ``label``: the data's name, for error messages.
+    whose names begin with one of ``hidden`` are left out. ``label``: the data's name, for error messages.
 
     Raises :class:`DataError` for a folder that cannot be listed and for links that :func:`found_file` or
-    :func:`check_folder_link` refuses, because rows would be missing. A link to another folder of ``root`` is not
-    followed: its files are read where they are.
+    :func:`check_folder_link` refuses, because rows would be missing. A link to another folder inside of ``root`` is not
+    followed, because the files of that folder are found at their own place.
     """
     found = list[str]()
     for folder, folders, names in os.walk(root, onerror=partial(_unlisted, label)):
@@ -77,16 +77,16 @@ def check_folder_link(root: Path, name: Path | str, label: str) -> None:
 
 
 def check_class_folders(root: Path, label: str) -> None:
-    """Raise :class:`DataError` if the subfolders are data sets, such as train and val, because they would become
-    classes."""
+    """Raise :class:`DataError` if the subfolders are data sets, such as train and val, because each subfolder would be
+    read as a class."""
     names = [each.name for each in os.scandir(root) if each.is_dir()]
     if sets := _sets([name for name in names if name.lower() in (*_TRAINING, *_HELD_OUT)]):
         raise _several(root, sets, f"{label}: it holds {{}}, which are sets of rows and no classes")
 
 
 def check_only_class(root: Path, classes: Sequence[str], label: str) -> None:
-    """Raise :class:`DataError` if there is one class, which holds nothing but folders, because these seem to be the
-    classes."""
+    """Raise :class:`DataError` if there is only one class and its folder holds nothing but folders, because these inner
+    folders seem to be the classes."""
     if len(classes) != 1 or not os.access(root / classes[0], os.R_OK | os.X_OK):
         return
     held = [each for each in os.scandir(root / classes[0]) if not each.name.startswith(".")]
@@ -113,7 +113,8 @@ def check_sets(root: Path, names: Collection[str], label: str, *, patterns: bool
 
 
 def _sets(names: Collection[str]) -> dict[str, list[str]]:
-    """Return set → its names, training rows first, or nothing if a name is of no set or if there is only one kind."""
+    """Return data set → its files or folders among ``names``, training sets first. Return an empty dictionary if a name
+    belongs to no data set, or unless there are both training and held-out sets."""
     found: dict[str, list[str]] = {}
     for name in names:
         words = re.split(r"[^a-z]+", name.lower())
@@ -129,7 +130,8 @@ def _sets(names: Collection[str]) -> dict[str, list[str]]:
 def _several(
     root: Path, sets: Mapping[str, list[str]], what: str, *, patterns: bool = False
 ) -> DataError:
-    """Return the error for files or folders of several ``sets``, with the settings that read them as such."""
+    """Return the error for a folder with several ``sets`` of rows. The message names the settings that read each set
+    separately."""
     used = list[str]()
     for number, (name, files) in enumerate(sets.items()):
         tops = {each.partition("/")[0] for each in files}
@@ -176,8 +178,9 @@ def inside(root: Path, name: str, where: str) -> Path:
 
 
 def found_file(root: Path, name: str, where: str) -> Path:
-    """Return the path of the file ``name`` that was found in the folder ``root``. A link, which the folder's owner has
-    made, may lead anywhere. Raises :class:`DataError` for a link to nothing, and anything but a regular file."""
+    """Return the path of the file ``name`` that was found in the folder ``root``. A symbolic link may lead outside of
+    the folder, because the folder's owner has made it. Raises :class:`DataError` for a broken link, and for anything
+    that is not a regular file."""
     path, real = _resolved(root, name, where)
     _check_regular(name, real, where)
     return path

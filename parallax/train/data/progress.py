@@ -26,8 +26,8 @@ class _RateColumn(ProgressColumn):
 def progress(
     title: str, total: int | None, *, quiet: bool, in_bytes: bool = False, rate: str = ""
 ) -> Iterator[Callable[[int], None]]:
-    """Yield a function that advances a progress bar, which appears after a second. ``total``: None if unknown.
-    ``in_bytes``: whether the bar counts bytes. ``rate``: the unit of the speed to show, if any."""
+    """Yield a function that advances a progress bar, which appears after a second. ``total``: the final count; None if
+    unknown. ``in_bytes``: whether the bar counts bytes. ``rate``: the unit of the speed to show, if any."""
     columns = [*Progress.get_default_columns(), *([DownloadColumn()] if in_bytes else [])]
     columns += [_RateColumn(rate)] if rate else []
     bar = Progress(*columns, console=Console(stderr=True), disable=quiet)

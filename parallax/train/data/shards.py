@@ -222,8 +222,8 @@ class Members:
         ]
 
     def chosen(self, names: Sequence[str]) -> Numbers:
-        """Return for each sample the member with the first of the fields ``names`` that the sample has; -1 if it has
-        none."""
+        """Return the index of one member for each sample: the member whose field comes first in ``names``, or -1 if the
+        sample has none of these fields."""
         starts = self._index.arrays["starts"]
         found = np.full(len(starts), -1)
         for name in reversed(names):
@@ -270,8 +270,8 @@ class Members:
 
 
 class ShardTable:
-    """A table of rows read from tar files. ``items``: for inputs and for targets, the index of the archive member of
-    each row."""
+    """A table of rows read from tar files. ``items``: part (inputs, targets) → the index of the archive member of each
+    row."""
 
     whole = False
 

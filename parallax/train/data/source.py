@@ -63,8 +63,8 @@ class DataConfig(Registered):
 
     @property
     def identifies_rows(self) -> bool:
-        """Whether the source has a ``fingerprint`` of its rows. A run may then resume with the same rows at another
-        path."""
+        """Whether the source has a ``fingerprint`` of its rows. If so, a run may resume with another path that has the
+        same rows."""
         return False
 
     @property

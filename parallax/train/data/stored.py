@@ -20,13 +20,13 @@ _ITEMS_AT_ONCE = 64
 
 
 class EncodedStore(Protocol):
-    """Encoded items by number. ``sizes``: the bytes of each item."""
+    """Encoded items, which are identified by their index. ``sizes``: the bytes of each item."""
 
     sizes: NDArray[np.int64]
 
     def read(self, items: Numbers) -> list[Encoded]:
-        """Return the bytes of ``items``. Raises :class:`DataError` for an item that cannot be read. Forked workers call
-        it too."""
+        """Return the bytes of ``items``. Raises :class:`DataError` for an item that cannot be read. Forked workers also
+        call this method."""
 
     def where(self, item: int) -> str:
         """Return the name of an item, for error messages."""

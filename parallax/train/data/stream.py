@@ -3,8 +3,8 @@ epoch from its start.
 
 The saved state of an iterable dataset may be incomplete: for example, Hugging Face's state lacks the rows of a shuffle
 buffer. So a checkpoint holds the state before the last batch, and a digest of that batch. A resumed run reads the batch
-again. If its digest differs, or if the dataset has no state, the run reads the epoch from its start instead. This is
-exact for any dataset that yields the same rows in each pass.
+again. If its digest differs, or if the dataset has no state, the run reads the epoch from its start instead. The run
+then continues with exactly the right rows, if the dataset yields the same rows in each pass.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class StreamRows:
 
 
 class StreamSource(HeldOutSets):
-    """The rows of ``dataset``, in the order in which it yields them; after its end it is iterated again. Each rank
-    iterates over all rows, but collates only its own."""
+    """The rows of ``dataset``, in the order in which it yields them; after its end, the dataset is iterated again. Each
+    rank iterates over all rows, but collates only its own."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Tables: random access to rows by number. Most kinds of data implement only this.
+"""Tables: random access to rows by number. Most kinds of data implement only a table.
 
 A table reads any rows in any order. :mod:`parallax.train.data.indexed` adds the order of rows, epochs, workers,
 resuming and held-out rows. The caller passes a seed with each row number, from which the table draws all random numbers
@@ -46,7 +46,7 @@ class Table(Protocol):
 
     def read(self, rows: Numbers, seeds: Seeds, parts: frozenset[str]) -> Values:
         """Return at least the ``parts`` ("inputs", "targets") of ``rows``. Random numbers of row i come from
-        ``seeds[i]``. Forked workers call it too."""
+        ``seeds[i]``. Forked workers also call this method."""
 
 
 class Chosen:
@@ -71,9 +71,9 @@ class Chosen:
 
 @contextlib.contextmanager
 def own_generators() -> Iterator[None]:
-    """A context in which a user's code may draw random numbers: at its end the global generators of Python, numpy and
-    torch's CPU are restored, so that the model's random numbers do not change. In a worker, which runs no model,
-    nothing is restored."""
+    """A context in which a user's code may draw random numbers. At the end of the context, the global generators of
+    Python, numpy and torch's CPU are restored, so that the model's random numbers do not change. In a worker, which
+    runs no model, nothing is restored."""
     if _Process.reads_only:
         yield
         return
@@ -92,8 +92,8 @@ def own_generators() -> Iterator[None]:
 
 
 class _Process:
-    """State of this process. ``reads_only``: whether it is a worker, which runs no model. ``generator``: numpy's global
-    generator while rows are read."""
+    """State of this process. ``reads_only``: whether this process is a worker, which runs no model. ``generator``:
+    numpy's global generator while rows are read."""
 
     reads_only = False
     generator = np.random.MT19937(0)
@@ -130,7 +130,8 @@ def placed(error: BaseException) -> str:
 
 
 def draws_numbers(function: Callable[..., Any], *given: Any) -> bool:
-    """Return whether ``function``, called with ``given``, draws from the global generators. Its errors are ignored."""
+    """Return whether ``function``, called with ``given``, draws from the global generators. Errors of ``function`` are
+    ignored."""
     with own_generators():
         seed_all(0)
         before = *host_states(), torch.get_rng_state().tolist()
@@ -140,7 +141,8 @@ def draws_numbers(function: Callable[..., Any], *given: Any) -> bool:
 
 
 def rows_of(values: Any, rows: int, start: int, stop: int) -> Any:
-    """Return the rows ``start`` to ``stop`` - 1 of nested tensors and arrays of ``rows`` rows. Other values stay."""
+    """Return the rows ``start`` to ``stop`` - 1 of nested tensors and arrays of ``rows`` rows. Other values are
+    returned unchanged."""
 
     def part(value: Any) -> Any:
         has_rows = isinstance(value, Tensor | np.ndarray) and value.ndim and len(value) == rows
@@ -151,8 +153,10 @@ def rows_of(values: Any, rows: int, start: int, stop: int) -> Any:
 
 def check_collated(label: str, values: Values, rows: int) -> None:
     """Raise :class:`DataError` if the targets are texts, or if the collate function has left out some of ``rows``
-    examples. Then a row's weight in the loss would depend on the micro-batches. Tensors of several lengths may be
-    anything, such as nodes of graphs, and so may tensors in lists."""
+    examples, because a row's weight in the loss would then depend on the division into micro-batches. Examples are
+    missing if all tensors have the same length, and this length is 0 or not a multiple of ``rows``. Tensors of
+    different lengths and tensors in lists are not checked, because they may hold other things than one entry for each
+    example, such as nodes of graphs."""
     targets = [part for _, part in leaves(values[TARGETS])]
     if targets and all(isinstance(part, str) for part in targets):
         raise DataError(

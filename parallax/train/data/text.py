@@ -65,8 +65,8 @@ class TextDataConfig(IndexedDataConfig):
     files to read in a folder, such as ``*.txt``. ``max_bytes``: the maximum bytes of text to read. ``tokenizer``: a
     ``tokenizer.json``, or a folder written by ``save_pretrained`` of transformers; empty for bytes. ``documents``:
     packed joins all files to one stream, with the tokenizer's end-of-text token after each file, and divides the stream
-    into rows; single starts a new row for each file; lines makes each line a row. Short rows are padded. ``field``: of
-    ``.jsonl`` files, the key of the text in each line, which then counts as a file of its own.
+    into rows; single starts a new row for each file; lines makes each line a row. Short rows are padded. ``field``: the
+    key of the text in each line of ``.jsonl`` files; each line then counts as a separate file.
 
     A ``validation`` share holds out the end of a packed stream; auto is a twentieth, at most 128 Ki bytes or tokens.
     With single and lines, random rows are held out.
@@ -124,7 +124,8 @@ class TextDataConfig(IndexedDataConfig):
         )
 
     def unlabelled(self, model: ModelConfig, *, quiet: bool = True) -> Table:  # noqa: ARG002
-        """Return a row for each line of the files, with padding at its end, whatever ``documents`` is."""
+        """Return a row for each line of the files, with padding at the end of the row. The setting ``documents`` is
+        ignored."""
         if self.field:
             raise DataError("data.field: rows without targets are lines; write the texts as lines")
         files = [file.path for file in find_text(self, sys.maxsize)]
@@ -215,8 +216,8 @@ class TextFile:
 def open_corpus(config: TextDataConfig, *, quiet: bool = True) -> Corpus:
     """Return the corpus of ``config``, mapped from its cache file, which is written first if there is no valid one.
 
-    The cache file has a digest (64 hex digits) followed by the text. Ranks that write it at the same time write equal
-    bytes to separate temporary files, and rename them to the same name.
+    The cache file has a digest (64 hex digits) followed by the text. Several ranks may write the cache file at the same
+    time. They write equal bytes to separate temporary files, and rename these to the same name.
     """
     files, size, known = _chosen(config)
     path = (
@@ -259,7 +260,8 @@ def open_tokens(config: TextDataConfig, model: ModelConfig, *, quiet: bool = Tru
 
 
 def _parts(files: list[TextFile], size: int) -> Iterator[tuple[Path, int, bool]]:
-    """Yield (file, bytes to read, whether this is the whole file) for files with ``size`` bytes in total."""
+    """Yield (file, bytes to read, whether this is the whole file) for each of ``files``. At most ``size`` bytes are
+    read in total."""
     for file in files:
         taken = min(file.size, size)
         size -= taken
@@ -292,7 +294,8 @@ def _chosen(config: TextDataConfig) -> tuple[list[TextFile], int, list[Any]]:
 
 
 def _check_objects(field: str, files: list[TextFile]) -> None:
-    """Raise :class:`DataError` if ``.jsonl`` files with texts are read as they are, or other files with a ``field``."""
+    """Raise :class:`DataError` if ``field`` is empty and a ``.jsonl`` file holds texts in JSON objects, or if ``field``
+    is set and a file is not a ``.jsonl`` file."""
     for file in files:
         where = f"data.path: {printable(str(file.path))}"
         if file.path.suffix != ".jsonl":
@@ -361,7 +364,7 @@ def _walk(root: Path, skipped: frozenset[str]) -> Iterator[Path]:
 
 
 def _text_file(path: Path) -> TextFile | None:
-    """Return the file; None if it is not regular, is empty, or contains no text."""
+    """Return the text file at ``path``; None if the file is not regular, is empty, or contains no text."""
     if not path.is_file():
         return None
     try:

@@ -117,10 +117,11 @@ class TokenWriter:
 
 
 def open_token_file(kind: str, known: Any, write: Callable[[TokenWriter], None]) -> TokenFile:
-    """Return the token file of ``kind`` in the cache whose key is ``known``, as JSON data. If there is none, ``write``
-    creates it.
+    """Return a token file from the cache. If the cache does not have the file, ``write`` creates it. The file is
+    identified by ``kind`` and by ``known``, which is JSON data.
 
-    One process of a host writes it, and the others wait. The file gets its name only when it is complete.
+    One process of a host writes the file, and the other processes wait. The file gets its name only when it is
+    complete.
     """
     key = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]
     path = cache_directory() / f"{kind}-{key}.tokens"
@@ -229,8 +230,8 @@ class DocumentRows:
 
 
 def continued(tokens: Ids, ends: Numbers, length: int) -> DocumentRows:
-    """Return rows that never span two documents. A long document continues in the next rows. If a single token is left,
-    it is dropped, because it has no target."""
+    """Return rows that never span two documents. A long document continues in the next rows. A single token at the end
+    of a document is dropped, because it has no target."""
     begins = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])
     counts = np.maximum((ends - begins + length - 2) // length, 0)
     documents = np.repeat(np.arange(len(ends)), counts)

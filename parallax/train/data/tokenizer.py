@@ -4,10 +4,10 @@ The library ``tokenizers`` reads a ``tokenizer.json``, and ``transformers`` read
 anything or runs code from the folder. The only special token that is added is the end-of-text token after each
 document.
 
-A file longer than ``PIECE_BYTES`` is tokenized in pieces, with the same result as for the whole file. A piece ends at
-the end of a line, if the next line does not start with a space, and if both lines have the same tokens together as
-separately. Some tokenizers mark the beginning of a text, so each piece is tokenized together with the line before it,
-whose tokens are then removed.
+A file longer than ``PIECE_BYTES`` is tokenized in pieces, with the same result as for the whole file. A piece ends
+after a line if the next line does not start with a space, and if tokenizing both lines together gives the same tokens
+as tokenizing them separately. Some tokenizers mark the beginning of a text, so each piece is tokenized together with
+the line before it, whose tokens are then removed.
 """
 
 from __future__ import annotations
@@ -206,7 +206,8 @@ def _line(error: Exception) -> str:
 @dataclass(frozen=True, slots=True)
 class TextPiece:
     """A piece of a document. ``before``: the preceding lines, which are tokenized with the piece as context.
-    ``skipped``: the number of their tokens, which are removed. ``ends``: whether this is the document's last piece."""
+    ``skipped``: the number of tokens of the preceding lines, which are removed from the result. ``ends``: whether this
+    is the document's last piece."""
 
     text: str
     before: str = ""
@@ -223,8 +224,9 @@ def write_tokens(
     lines: bool = False,
     field: str = "",
 ) -> None:
-    """Write each file as one document of tokens; with ``lines``, each non-empty line; with ``field``, the text at this
-    key of the JSON object in each line. ``files``: (path, bytes to read, whether this is the whole file)."""
+    """Write the tokens of each file as one document. With ``lines``, write each non-empty line as a document instead.
+    With ``field``, write the text at this key of each line's JSON object as a document. ``files``: (path, bytes to
+    read, whether this is the whole file)."""
     reader = _Reader(tokenizer, advance, lines=lines, field=field)
     with parallel_encoding(tokenizer.encode) as encode:
         for pieces in _batches(reader.pieces(files)):
@@ -267,8 +269,8 @@ class _Reader:
                 )
 
     def _texts(self, path: Path, size: int, *, whole: bool) -> Iterator[str]:
-        """Yield the text of a file in blocks. ``whole``: the file is read to its end; otherwise an incomplete last
-        character is dropped."""
+        """Yield the text of a file in blocks. ``whole``: whether the file is read to its end. If not, an incomplete
+        last character is dropped."""
         decoder, left = codecs.getincrementaldecoder("utf-8")("replace"), size
         with path.open("rb") as file:
             while left:
@@ -297,7 +299,8 @@ class _Reader:
             yield TextPiece(rest)
 
     def _of_objects(self, path: Path, texts: Iterator[str], *, whole: bool) -> Iterator[TextPiece]:
-        """Yield the text of each line's JSON object. Of a part of a file, an incomplete last line is dropped."""
+        """Yield the text of each line's JSON object. If only a part of the file is read, an incomplete last line is
+        dropped."""
         rest, number = "", 0
         for text in itertools.chain(texts, ["\n"] if whole else []):
             *complete, rest = (rest + text).split("\n")
@@ -363,7 +366,7 @@ def _without_return(line: str) -> str:
 
 
 def _last_lines(text: str) -> str:
-    """Return the last lines of ``text``: as few as have ``_CONTEXT`` characters."""
+    """Return the end of ``text``: the fewest whole lines with at least ``_CONTEXT`` characters in total."""
     return text[text.rfind("\n", 0, max(0, len(text) - _CONTEXT)) + 1 :]
 
 
@@ -407,7 +410,7 @@ def parallel_encoding(
 
 
 def _shares(texts: list[str]) -> Iterator[list[str]]:
-    """Yield lists of texts with about as many characters each as a piece."""
+    """Yield lists of texts. Each list has about as many characters as one piece."""
     found, size = list[str](), 0
     for text in texts:
         found.append(text)

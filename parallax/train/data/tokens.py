@@ -325,7 +325,8 @@ def open_tokens_on_disk(path: Path, dtype: str) -> TokensOnDisk:
 
 
 def _check_width(file: TokensOnDisk, dtype: str) -> None:
-    """Raise :class:`DataError` for tokens that are the halves of wider numbers: every second one is next to nothing."""
+    """Raise :class:`DataError` if the tokens seem to be halves of wider integers: every second token is zero or close
+    to zero."""
     found = np.asarray(file.tokens[:_CHECKED_TOKENS])
     wide, most = (("uint32", 3), ("64 bits", 0))[dtype == "uint32"]
     halves, others = found[1::2], found[::2]

@@ -1,9 +1,10 @@
 """Worker processes that read rows while the rank trains.
 
-A worker is forked before the model is built, so it shares the tables but none of the model's memory. It returns results
-in anonymous shared memory, which counts neither against the rank's memory budget nor against the size of ``/dev/shm``.
-It ends when its rank ends, even if the rank is killed. A result depends only on the request, so a new worker can take
-over the requests of a worker that died. Rank and worker exchange pickled objects, but only with each other.
+A worker is forked before the model is built, so it shares the tables but none of the model's memory. A worker returns
+results in anonymous shared memory, which counts neither against the rank's memory budget nor against the size of
+``/dev/shm``. A worker ends when its rank ends, even if the rank is killed. A result depends only on the request, so a
+new worker can take over the requests of a worker that died. Rank and worker exchange pickled objects, but only with
+each other.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _MOST_DEATHS = 2  # workers that one request may end
 
 @dataclass(frozen=True, slots=True)
 class RowRequest:
-    """A request to read rows of a table, which is given by name."""
+    """A request to read rows of the table with a given name."""
 
     table: str
     taken: Taken

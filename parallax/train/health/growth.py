@@ -1,8 +1,9 @@
 """Detect a series of bytes that keeps growing: a leak, in contrast to noise and to a cache that fills up.
 
-A value is added after each step. A series grows if each of three consecutive windows of steps grows, and the last
-window not much more slowly than the first. The slope of a window is the Theil–Sen estimate, the median over all pairs
-of points (Sen 1968), which is robust to jumps and outliers; it must exceed the scatter about the line::
+A value is added after each step. A series counts as growing if it grows in each of three consecutive windows of steps,
+and in the last window not much more slowly than in the first. The slope in a window is the Theil–Sen estimate, the
+median over all pairs of points (Sen 1968), which is robust to jumps and outliers. The slope must exceed the scatter
+about the line::
 
     bytes ▲        ╱ grows                  ╭──────── a cache: the last window is flat
           │     ╱╱                       ╭──╯
@@ -10,9 +11,9 @@ of points (Sen 1968), which is robust to jumps and outliers; it must exceed the 
           └──┴──┴──┴─▶ steps           └──┴──┴──┴─▶
 
 Growth that would soon fill the memory is reported at the second check. Other growth is reported only if it continues
-for as many steps again as it has already lasted. If it slows down during this time, it is observed for another such
-period. For slow leaks there is a second series, of the minima over 4, 8, 16, ... steps; the intervals get longer with
-the run.
+for as many steps again as it has already lasted. If the growth slows down during this time, the series is observed for
+another such period. For slow leaks there is a second series, of the minima over 4, 8, 16, ... steps; the intervals get
+longer with the run.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ Shape = tuple[tuple[int, ...], str]
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Memory that keeps growing: ``what`` grows, the growth in bytes per step, the steps until memory is full, and the
-    probable cause."""
+    """Memory that keeps growing: ``what`` names the memory. The other fields are the growth in bytes per step, the
+    number of steps until the memory is full, and the probable cause."""
 
     what: str
     bytes_per_step: float
@@ -52,8 +52,8 @@ class Growth:
 
 
 class MemoryAlarm:
-    """Watches the memory of one rank, and reports growth once. ``tiers()`` returns name → bytes of this rank's tensors.
-    ``ranks``: the number of ranks on this host, which share its free memory."""
+    """Watches the memory of one rank, and reports growth once. ``tiers()`` returns kind → bytes of this rank's tensors,
+    such as optimizer states. ``ranks``: the number of ranks on this host, which share the host's free memory."""
 
     def __init__(
         self,

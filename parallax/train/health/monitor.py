@@ -41,7 +41,7 @@ class HealthMonitor:
         self._growths: list[str] = []
 
     def fetch(self, get: Callable[[], Rows]) -> Rows:
-        """Return the rows of the next step from ``get()``, and measure its duration."""
+        """Return the rows of the next step from ``get()``, and measure how long ``get()`` takes."""
         self._alarm.mark(BETWEEN)
         begun = time.perf_counter()
         batch = get()
@@ -67,8 +67,8 @@ class HealthMonitor:
         }
 
     def agree(self, columns: Mapping[str, Sequence[float]], *, saving: bool = False) -> list[str]:
-        """Return messages to print after "step n". ``columns``: the figures of all ranks. All ranks call it.
-        ``saving``: whether a checkpoint was written during the step, which slows the writing ranks down."""
+        """Return messages to print after "step n". All ranks must call this method. ``columns``: the figures of all
+        ranks. ``saving``: whether a checkpoint was written during the step, because writing slows ranks down."""
         waited, busy = columns["input_seconds"], columns["busy_seconds"]
         # Of all ranks, so that all decide alike whether to gather why.
         step = max(columns["whole_seconds"])
@@ -92,8 +92,8 @@ class HealthMonitor:
         return {"input_seconds": self._input_seconds, "input_share": self.input_share}
 
     def slow(self) -> str:
-        """Return a text that names the slow ranks, because of which another plan may be faster; empty if there are
-        none."""
+        """Return a text that names the slow ranks; empty if no rank is slow. With slow ranks, another plan may be
+        faster."""
         return "; ".join(map(str, self.stragglers))
 
     def summary(self) -> dict[str, Any]:
@@ -104,7 +104,8 @@ class HealthMonitor:
         }
 
     def _gather_starvation(self, waited: Sequence[float]) -> list[str]:
-        """After several steps in a row that waited for rows, return once which rank waits longest, and why."""
+        """Return a message that names the rank that waits longest for rows, and why. The message is returned once in a
+        run, after several consecutive steps that waited for rows; otherwise the result is empty."""
         starved = self.input_share > _STARVED and max(waited) > _STARVED_SECONDS
         self._starved = self._starved + 1 if starved else min(0, self._starved)
         if self._starved < _STARVED_STEPS:

@@ -1,9 +1,9 @@
 """Find a rank that stays slow.
 
 In a pipeline all ranks wait for the slowest one, so all steps get longer and the step time alone names no rank. The
-seconds that each rank computes, without waits, identify it. Replicas of one stage run the same blocks and are compared
-with each other. If a stage has no other replica with rows, the measured seconds of its rank are divided by the
-predicted seconds, and this ratio is compared with the ratios of the other ranks::
+slow rank is identified by the seconds that each rank computes, without waits. Replicas of one stage run the same blocks
+and are compared with each other. If a stage has no other replica with rows, the measured seconds of its rank are
+divided by the predicted seconds, and this ratio is compared with the ratios of the other ranks::
 
     measured / predicted seconds      rank 0   1.1  1.0  1.1  1.0  1.1
                                       rank 1   5.2  4.9  5.1  5.3  5.0   ──▶ rank 1 takes 4.7 times as long as predicted
@@ -48,8 +48,8 @@ _PREDICTED = ("forward", "backward", "recompute")
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A rank that is slow in most steps, by ``factor``. ``than``: the comparison, either other ranks or the prediction.
-    ``where``: the stage, the replica and the host of the rank."""
+    """A rank that is slow in most steps, by ``factor``. ``than``: what the rank was compared with, either other ranks
+    or the prediction. ``where``: the stage, the replica and the host of the rank."""
 
     rank: int
     factor: float
@@ -79,8 +79,8 @@ class _RankWork:
     dispatch: float
 
     def share_of(self, other: _RankWork) -> float:
-        """Return how many times as long as ``other``, a replica of the same stage, this rank may take merely because it
-        has more rows or micro-batches."""
+        """Return how many times as long as ``other`` this rank may compute only because it has more rows or
+        micro-batches. ``other``: a replica of the same stage."""
         return max(self.micro_batches / other.micro_batches, self.rows / other.rows)
 
 
@@ -170,7 +170,7 @@ class StragglerDetector:
         )
 
     def _expected(self, rank: int, busy: Sequence[float]) -> float:
-        """Return the seconds that the rank would need at the speed of comparable ranks; 0 if there are none."""
+        """Return the seconds that the rank would need at the speed of comparable ranks; 0 if no rank is comparable."""
         mine = self._work[rank]
         if peers := self._peers[rank]:
             return statistics.median_low([busy[p] * mine.share_of(self._work[p]) for p in peers])

@@ -1,4 +1,5 @@
-"""``metrics.csv`` in the run directory: one column for each figure, one row for each step and each evaluation."""
+"""Write ``metrics.csv`` in the run directory, with a column for each figure, and a row for each step and each
+evaluation."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Destination(Protocol):
 
     ``replaces``: whether the destination has dropped the points after the step from which the run resumes. If so, the
     repeated steps are sent again; otherwise they must not be sent. ``held``: the last step that the destination has;
-    None if it cannot tell, or if it never loses points that were sent.
+    None if the destination cannot tell, or if it never loses points that were sent.
     """
 
     replaces: bool

@@ -1,4 +1,4 @@
-"""MLflow, with the server, database or folder of ``MLFLOW_TRACKING_URI``, by default MLflow's own."""
+"""Send figures to MLflow. ``MLFLOW_TRACKING_URI`` names the server, database or folder; by default MLflow chooses."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def _find(client: Any, experiment: str, id: str) -> Any:
 
 
 class MlflowRun:
-    """One run of MLflow. ``latest``: figure → its last step at MLflow. The last steps may differ, because a process may
-    be killed after it has written only some figures of a step."""
+    """One run of MLflow. ``latest``: figure → the last step for which MLflow has this figure. The last steps may
+    differ, because a process may be killed after it has written only some figures of a step."""
 
     replaces = False
 

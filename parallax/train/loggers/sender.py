@@ -64,8 +64,8 @@ class LogSender:
         return taken
 
     def close(self, *, failed: bool) -> None:
-        """Send the remaining points and close the destination, but wait for this only a limited time. ``failed``:
-        whether the run ends with an error."""
+        """Send the remaining points and close the destination. This method waits only a limited time for both.
+        ``failed``: whether the run ends with an error."""
         self._failed = failed
         self._queue.close()
         seconds = _FAILED_SECONDS if failed else _END_SECONDS

@@ -1,4 +1,5 @@
-"""Trackio: a database on this machine, the server of ``TRACKIO_SERVER_URL`` or the space of ``TRACKIO_SPACE_ID``."""
+"""Send figures to Trackio: to a database on this machine, to the server ``TRACKIO_SERVER_URL``, or to the space
+``TRACKIO_SPACE_ID``."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ def open_run(run: LoggedRun, id: str, *, new: bool, last: int) -> TrackioRun:
 
 
 class TrackioRun:
-    """One run of Trackio, which writes points some time after it has received them. A resumed run knows its next
-    step."""
+    """One run of Trackio. Trackio writes points some time after it has received them. ``held`` is the step before the
+    next one that Trackio expects."""
 
     replaces = False
 

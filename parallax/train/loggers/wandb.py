@@ -1,4 +1,4 @@
-"""Weights & Biases: online, or offline with ``WANDB_MODE=offline`` and a later ``wandb sync``."""
+"""Send figures to Weights & Biases: online, or offline with ``WANDB_MODE=offline`` and a later ``wandb sync``."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def open_run(run: LoggedRun, id: str, *, new: bool, last: int) -> WandbRun:
 
 
 class WandbRun:
-    """One run of Weights & Biases, whose own process sends the points and retries after failures. A run that resumes
-    online knows its last step."""
+    """One run of Weights & Biases. A process of the library sends the points, and retries after failures. ``held`` is
+    known only if the run resumes online."""
 
     replaces = False
 

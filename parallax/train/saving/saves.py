@@ -56,7 +56,7 @@ class Saves:
 
     def advance(self, logger: RankZeroLogger, columns: Mapping[str, Sequence[float]]) -> None:
         """Advance the current write to the state that all ranks have reached. ``columns``: the figures of all ranks.
-        All ranks call it."""
+        All ranks must call this method."""
         progress = columns["saving_progress"]
         if any(progress):
             with self._waiting():
@@ -75,8 +75,8 @@ class Saves:
         *,
         last: bool,
     ) -> None:
-        """Save a checkpoint with the caller's ``state`` and ``metrics``, unless this step has one. Wait until it is
-        complete if it is the ``last``, or if checkpoints are not asynchronous."""
+        """Save a checkpoint with the caller's ``state`` and ``metrics``, unless this step already has a checkpoint.
+        Wait until it is complete if it is the ``last``, or if checkpoints are not asynchronous."""
         step = self._engine.completed_steps
         with self._waiting():
             self.finish(logger, next_step=step)
@@ -101,16 +101,16 @@ class Saves:
             )
 
     def end(self, logger: RankZeroLogger) -> None:
-        """Wait until the last write is complete. If this start of the run has saved no checkpoint, remove the old
-        checkpoints that an earlier start was killed too soon to remove."""
+        """Wait until the last write is complete. If this start of the run has saved no checkpoint, remove old
+        checkpoints that an earlier start should have removed but did not, because it was killed."""
         self.finish(logger)
         if self._saves_none and self._saved:
             self._engine.saving.trim(self._directory, self._saved, self._retention)
 
     @contextlib.contextmanager
     def saved_before(self, logger: RankZeroLogger) -> Iterator[None]:
-        """A context for a step. If the step ends the run because of a non-finite number, the checkpoint of an earlier
-        step that is being written is completed first."""
+        """A context for a step. If the step ends the run because of a non-finite number, and the checkpoint of an
+        earlier step is still being written, the run waits until this checkpoint is complete."""
         try:
             yield
         except NonFiniteError:
