@@ -36,8 +36,8 @@ class DeviceFacts:
 class Accelerator:
     """One kind of device, with torch's name for it.
 
-    ``backend`` is the process-group backend for tensors on these devices. Without one, they are staged through the
-    host. ``shared_backend`` is the backend for reductions if ranks share a device or there is no ``backend``.
+    ``backend`` is the process-group backend for tensors on these devices. If it is empty, ranks stage tensors through
+    the host. ``shared_backend`` is the backend for reductions if ranks share a device or if ``backend`` is empty.
     """
 
     def __init__(self, kind: str, backend: str = "", shared_backend: str = "") -> None:
@@ -113,9 +113,9 @@ class Accelerator:
         return tuple(DeviceFacts(i, each.name, each.total_memory) for i, each in enumerate(found))
 
     def identity(self, index: int) -> str:
-        """Return a text that identifies the device among all hosts.
+        """Return a text that identifies the device ``index`` among the devices of all hosts.
 
-        It does not depend on the index that a rank uses for it.
+        The text is the same for ranks that use different indices for the device.
         """
         own = self.lasting_identity(index)
         return own or f"{socket.gethostname()}/{self.kind}:{index} of process {os.getpid()}"

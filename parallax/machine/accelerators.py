@@ -57,7 +57,10 @@ def accelerator_named(kind: str) -> Accelerator:
 
 
 def unset_variables(kind: str) -> dict[str, str]:
-    """Return the environment variables for training on a kind of device that are unset or empty."""
+    """Return the environment variables for training on ``kind``, with their values.
+
+    Variables that are already set, and not empty, are omitted.
+    """
     wanted = accelerator_named(kind).environment
     return {key: value for key, value in wanted.items() if not os.environ.get(key)}
 
@@ -96,10 +99,10 @@ def unusable_device() -> tuple[str, str] | None:
 
 
 def select_device(kind: str, local_rank: int) -> torch.device:
-    """Select and return the device of the rank ``local_rank`` of this host. Several ranks may share one.
+    """Select and return the device of the rank ``local_rank`` of this host. Several ranks may share a device.
 
-    Environment variables that this kind of device needs are set first unless they are set already: libraries read them
-    at first use, and torchrun does not set them.
+    The environment variables of this kind of device are set first, because libraries read them at first use and
+    torchrun does not set them. Variables that the user has set are kept.
     """
     if kind == "cpu":
         return torch.device("cpu")
@@ -121,9 +124,9 @@ class OwnDevice(NamedTuple):
 class RanksDevices:
     """The devices of all ranks of a run, all of one ``kind``.
 
-    ``present`` is the number of devices on this host that ranks use. ``apart``: at least two ranks of the run have
-    different devices. ``shares`` gives, for each rank on this host, the bytes of its device and the number of ranks
-    that share the device.
+    ``present`` is the number of distinct devices that the ranks on this host use. ``apart`` is True if at least two
+    ranks of the run use different devices. ``shares`` gives, for each rank on this host, the bytes of its device and
+    the number of ranks that share the device.
     """
 
     kind: str
@@ -133,7 +136,7 @@ class RanksDevices:
 
     @classmethod
     def collect(cls, found: Sequence[OwnDevice | None], here: Sequence[int]) -> RanksDevices | None:
-        """Return the devices of all ranks, or None if that is impossible.
+        """Return the devices of all ranks, or None if they cannot be compared.
 
         ``found`` is the device of each rank of the run, and ``here`` the ranks on this host. The result is None if a
         rank has no device, if the kinds differ, or if the identity of a device is unknown.
@@ -154,21 +157,24 @@ _of_ranks: RanksDevices | None = None
 
 
 def set_ranks_devices(found: RanksDevices | None) -> None:
-    """Set the devices for which this process plans. None: plan for the devices that this process sees.
+    """Set the devices for which this process plans. If ``found`` is None, it plans for the devices that this process
+    sees.
 
-    A rank may see only some of the devices of its host, so the ranks collect them together.
+    A rank may see only some of the devices of its host. Therefore all ranks first exchange their devices, and each rank
+    calls this function with the result.
     """
     global _of_ranks
     _of_ranks = found
 
 
 def ranks_devices(kind: str) -> RanksDevices | None:
-    """Return the devices set by :func:`set_ranks_devices`, or None if there are none or of another kind."""
+    """Return the devices set by :func:`set_ranks_devices`; None if none were set or if they are not of ``kind``."""
     return _of_ranks if _of_ranks is not None and _of_ranks.kind == kind else None
 
 
 def find_own_device(kind: str, index: int) -> OwnDevice | None:
-    """Return a device that this process sees; None for a CPU, or if there is no device of this kind."""
+    """Return the device ``index`` of ``kind`` as this process sees it; None for a CPU, or if no device of ``kind`` is
+    present."""
     facts = present_devices(kind) if kind != "cpu" else ()
     if not facts:
         return None
@@ -186,7 +192,7 @@ def own_device(kind: str) -> torch.device:
 def computing_on(device: torch.device) -> torch.device:
     """Select ``device`` for this process, and return it with its index. A CPU is returned unchanged.
 
-    Generators, messages and memory passed to other libraries use the selected device.
+    Code that takes no device argument, such as generators, messages and other libraries, uses the selected device.
     """
     if device.type == "cpu":
         return device
@@ -196,9 +202,9 @@ def computing_on(device: torch.device) -> torch.device:
 
 
 def limit_device_memory(device: torch.device, limit_bytes: int) -> None:
-    """Make torch reject allocations of this process on an accelerator beyond ``limit_bytes``.
+    """Make torch reject allocations of this process on an accelerator beyond ``limit_bytes``; a no-op on a CPU.
 
-    The plan fits into this limit, and other ranks may share the device. A no-op on a CPU, where other checks apply.
+    The plan fits into this limit, and other ranks may share the device. The memory of a CPU is checked elsewhere.
     """
     if device.type != "cpu":
         torch.accelerator.empty_cache()  # frees cached memory of measurements: other ranks may share the device

@@ -33,10 +33,10 @@ class Cuda(Accelerator):
 
     @property
     def reserve_bytes(self) -> int:
-        """Bytes of cuBLAS workspaces, and of the unused part of the allocator's last segment.
+        """Bytes of small tensors, of cuBLAS workspaces, and of the unused part of the allocator's last segment.
 
-        There is one workspace per handle: one of the forward thread and one of the backward thread. The unused part
-        counts towards the allocator's limit.
+        There are two workspaces: one for the forward thread and one for the backward thread. The unused part counts
+        towards the allocator's limit.
         """
         return super().reserve_bytes + _HANDLES * _WORKSPACE_BYTES + _PIECES_BYTES
 
@@ -47,12 +47,13 @@ class Cuda(Accelerator):
 
     @property
     def collective_bytes(self) -> int:
-        """Return the bytes of the buffers of NCCL's configured channels."""
+        """Return the bytes of NCCL's buffers for collectives, with the configured number of channels."""
         return collective_bytes(int(self._channels[_MOST_CHANNELS]))
 
     @property
     def edge_bytes(self) -> int:
-        """Return the bytes of the buffers of NCCL's configured channels."""
+        """Return the bytes of NCCL's buffers for one point-to-point connection, with the configured number of
+        channels."""
         return edge_bytes(int(self._channels[_MOST_EDGE_CHANNELS]))
 
     def usual_context_bytes(self, name: str) -> int:
@@ -60,9 +61,10 @@ class Cuda(Accelerator):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Settings that avoid fragmentation (expandable segments), and settings for few NCCL channels.
+        """Environment variables that enable expandable segments, against fragmentation, and limit the number of NCCL
+        channels.
 
-        The plan counts the buffers of the configured channels.
+        The plan counts the buffers of these channels as device memory.
         """
         known_before = (
             "PYTORCH_CUDA_ALLOC_CONF" in os.environ

@@ -1,7 +1,7 @@
 """Streams, events and pinned memory of a device, with no-op equivalents for a CPU.
 
-Callers never distinguish devices. On a CPU every copy is finished when it returns, so its event is always done and
-waiting for it is a no-op. So the code above this module is tested without a GPU.
+Callers never distinguish devices. On a CPU every copy is finished when the call returns, so the copy's event is always
+done and waiting for it is a no-op. Therefore the code above this module can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ Stalls = list[tuple[torch.Event, torch.Event]]
 
 
 class StallLog:
-    """Records a pair of device events around each wait of the compute stream, to measure how long it stalls.
+    """Records a pair of device events around each wait of the compute stream, to measure how long the stream stalls.
 
-    Recording starts with the first call of :meth:`take_stalls`: if no caller took the events, they would accumulate.
+    Recording starts with the first call of :meth:`take_stalls`, because events that no caller takes would accumulate.
     """
 
     def __init__(self) -> None:
@@ -129,9 +129,9 @@ Pair = tuple[torch.Event, torch.Event]
 class CopyEvent:
     """The event at the end of a copy, which also measures the copy's seconds.
 
-    It uses two device events from a ``pool``, because a driver takes longer to create an event than to record one. They
-    return to the pool when a thread sees that the copy has ended. If another thread is about to wait for them, it may
-    then wait for the next copy that uses the same events: later than necessary, but correct.
+    It uses two device events from a ``pool``, because a driver takes longer to create an event than to record one. The
+    first thread that sees the end of the copy returns both events to the pool. A second thread that waits for this copy
+    may then wait for the next copy that uses the same events: longer than necessary, but still correct.
     """
 
     def __init__(
@@ -172,8 +172,9 @@ class CopyEvent:
 class FileStaging(Protocol):
     """Host buffers through which device tensors are copied to and from a file in pieces.
 
-    The methods are called by the thread that accesses the file. ``ready`` is the event that the training thread
-    recorded when it requested the transfer.
+    The methods are called by the thread that accesses the file. Their argument ``ready`` is the event that the training
+    thread recorded when it requested the transfer. ``waste_bytes`` is the number of bytes that were allocated in
+    addition to the buffers.
     """
 
     waste_bytes: int
@@ -285,7 +286,10 @@ class CopyEngine(Protocol):
         """
 
     def compute_stream_context(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
-        """Return a function that creates contexts, on any thread, of the current compute stream."""
+        """Return a function that creates context managers for the compute stream that is current now.
+
+        Any thread may call the function. Work that a thread queues inside such a context runs on that stream.
+        """
 
     def bind_thread(self) -> None:
         """Make this engine's device the current device of the calling thread."""
@@ -398,9 +402,9 @@ class StreamCopies:
             return start, end
 
     def compute_stream_context(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
-        """Return a function that creates contexts, on any thread, of the current compute stream.
+        """Return a function that creates context managers for the compute stream that is current now.
 
-        Another thread would otherwise use the device's default stream.
+        Any thread may call the function. Without the context, another thread would use the device's default stream.
         """
         stream = torch.accelerator.current_stream(self._index)
         return lambda: own_handle(stream)

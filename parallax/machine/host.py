@@ -1,4 +1,4 @@
-"""Return the cores and memory of the host that this process may use, after all limits.
+"""Read the cores and the memory that this process may use on its host, after all limits.
 
 ``/proc/meminfo`` rarely gives the memory that a process may use: containers limit it by control group, batch systems by
 rlimit, and a quota may allow half a core. So every limit in force is read, and the tightest one counts.
@@ -154,7 +154,8 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Return the peak of resident memory since :func:`reset_peak_resident`, or since the start if that failed."""
+    """Return the peak of resident memory since :func:`reset_peak_resident`, or since the process started if that call
+    failed."""
     if peak := _status_bytes("VmHWM"):
         return peak
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -165,9 +166,10 @@ def return_freed_memory() -> bool:
     """Make glibc return every freed block of 256 KiB or more to the system at once; return whether that succeeded.
 
     By default malloc keeps freed blocks for reuse, so the process may hold 1.4 times the bytes of its tensors.
-    Returning them costs a page fault for each page of each tensor, a quarter to a half of the step of a small model, so
-    this is used only near a memory budget. :class:`MemoryBound` costs much less if a limit is enough. The setting
-    applies to the whole process and cannot be undone, because malloc's previous settings cannot be read.
+    Returning the blocks causes a page fault for each page of each tensor. These faults take a quarter to a half of the
+    step time of a small model, so this function is used only near a memory budget. :class:`MemoryBound` costs much less
+    if a limit is enough. The setting applies to the whole process and cannot be undone, because malloc's previous
+    settings cannot be read.
     """
     global _returns_freed  # of the process
     _returns_freed = _set_malloc(
@@ -177,9 +179,11 @@ def return_freed_memory() -> bool:
 
 
 def prefer_huge_pages(address: int, size: int) -> None:
-    """Ask Linux to back new memory of ``size`` bytes at ``address`` with huge pages, if :func:`return_freed_memory` is
-    in force: then the memory is a mapping of its own. A block of 28 MiB that is mapped, read into and unmapped again
-    and again costs 14 page faults each time, instead of 7000. No-op on systems without them.
+    """Ask Linux to back new memory of ``size`` bytes at ``address`` with huge pages.
+
+    Nothing is done unless :func:`return_freed_memory` is in force, which places each large block in a mapping of its
+    own. With huge pages, mapping, filling and unmapping a block of 28 MiB costs 14 page faults instead of 7000. A no-op
+    on systems without huge pages.
     """
     start, end = -(-address // _PAGE_BYTES), (address + size) // _PAGE_BYTES
     if not _returns_freed or (end - start) * _PAGE_BYTES < _HUGE_PAGE_BYTES:
@@ -223,10 +227,10 @@ def use_one_arena() -> bool:
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory for reuse, in a process that repeats the same computation.
 
-    By default, glibc returns the end of its heap when the free memory there reaches twice the largest block freed so
-    far, a few MiB in a small model. Then each page of the next block faults, so that a step with recomputation took
-    1.17 times as long. To raise this threshold, one block of 16 MiB is freed here. Allocate long-lived tensors such as
-    weights before: otherwise they would lie between freed blocks and fragment them.
+    By default, glibc returns the end of its heap to the system when the free memory there reaches twice the largest
+    block freed so far. In a small model this is a few MiB. Then each page of the next block faults, and a step with
+    recomputation took 1.17 times as long. This function frees one block of 16 MiB to raise the threshold. Allocate
+    long-lived tensors such as weights first: otherwise they would lie between freed blocks and fragment the heap.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
@@ -243,7 +247,7 @@ def _set_malloc(settings: dict[int, int]) -> bool:
 
 
 def data_bytes() -> int:
-    """Return the resident memory that holds data of this process, within a few microseconds.
+    """Return the resident bytes that hold data of this process. The call takes a few microseconds.
 
     Pages of files, shared memory, and memory in :func:`outside_device_memory` are excluded.
     """
@@ -259,7 +263,7 @@ def data_bytes() -> int:
 
 
 class MemoryBound:
-    """Keeps the memory of this process below a bound, by returning freed memory that malloc holds for reuse to the
+    """Keeps the memory of this process below a bound: freed memory that malloc keeps for reuse is returned to the
     system.
 
     ::
@@ -271,16 +275,18 @@ class MemoryBound:
                        └───────────────────▶ calls of :func:`relieve_memory`
 
     A loop that stays below the bound has no extra cost. A loop that reaches it has page faults only for pages that were
-    returned and are used again. Memory grows unobserved between two calls, so a trim happens ahead of the bound, by the
-    recent growth between calls (at most a sixteenth of ``growth_bytes``). If tensors alone reach the bound, a trim must
-    free at least 2 MiB, or a 256th of ``growth_bytes``.
+    returned and are used again. Memory grows unobserved between two calls of :func:`relieve_memory`. So the memory is
+    trimmed before it reaches the bound, at a distance equal to the recent growth between two calls (at most a sixteenth
+    of ``growth_bytes``). If tensors alone reach the bound, the memory is trimmed again only when at least 2 MiB, or a
+    256th of ``growth_bytes`` if that is more, can be freed.
 
     The ``growth_bytes`` of all open bounds of a process are added. No setting of malloc is changed, so closing the last
     bound restores the default behaviour.
     """
 
     def __init__(self, growth_bytes: int) -> None:
-        """Allow ``growth_bytes`` more than the present memory; a negative number allows less."""
+        """Set the bound to ``growth_bytes`` above the present memory, or below the present memory if the number is
+        negative."""
         if not _bounds:
             _freed.start()
         self.growth_bytes, self.before_bytes = growth_bytes, data_bytes()
@@ -299,9 +305,9 @@ class MemoryBound:
         self._most = max(self._most, now)
 
     def peak_bytes(self) -> int:
-        """Return the peak of :func:`data_bytes` from the opening of the bound until it was closed.
+        """Return the peak of :func:`data_bytes` from the opening of the bound until now, or until it was closed.
 
-        It is the kernel's high-water mark if that rose meanwhile, otherwise the largest observed value.
+        It is derived from the kernel's high-water mark if that mark rose. Otherwise it is the largest observed value.
         """
         if self not in _bounds:
             return self._most
@@ -320,9 +326,8 @@ class MemoryBound:
 
 
 class _FreedMemory:
-    """State shared by all open :class:`MemoryBound` objects: the sum of
-    their bounds, and the memory at the last check.
-    """
+    """State shared by all open :class:`MemoryBound` objects: the sum of their bounds, and the memory at the last
+    check."""
 
     def __init__(self) -> None:
         self._base = self._seen = self._step = self._tensors = self._handled = 0
@@ -337,7 +342,7 @@ class _FreedMemory:
         return self._base + self._growth()
 
     def move_line(self) -> None:
-        """Adapt the number of bytes between two checks to the open bounds."""
+        """Set the number of bytes of tensors between two checks, after the sum of the open bounds has changed."""
         self._check_after = max(LOOK_BYTES, (self.line_bytes() - self._seen) // 16)
 
     def is_due(self, handled: int | None) -> bool:
@@ -464,8 +469,8 @@ def outside_device_memory(change: int) -> Iterator[None]:
     """A context for allocating or freeing memory that must not count as memory of the device.
 
     ``change`` is the number of bytes allocated, negative if they are freed. On a machine whose RAM serves as host and
-    device, these bytes belong to the host. If other threads allocate and free memory meanwhile, up to ``change`` bytes
-    of it may not be metered.
+    device, these bytes belong to the host. If other threads allocate and free memory meanwhile, the meters may miss up
+    to ``change`` bytes of that memory.
     """
     with _outside.lock:
         if change > 0:
@@ -489,9 +494,8 @@ def boot_identity() -> str:
 
 
 def host_identity() -> str:
-    """Return a text that is equal for two processes if and only if they
-    can signal each other and connect over loopback.
-    """
+    """Return a text that is equal for two processes if and only if they can signal each other and connect over
+    loopback."""
     parts = [socket.gethostname(), boot_identity()]
     for read in (
         lambda: os.readlink("/proc/self/ns/pid"),
@@ -503,9 +507,7 @@ def host_identity() -> str:
 
 
 def node_name() -> str:
-    """Return the name of this node: the name that Slurm gives it if Slurm
-    started this process, otherwise the host name.
-    """
+    """Return the name that Slurm gives this node if Slurm started this process, otherwise the host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 

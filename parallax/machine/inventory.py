@@ -193,9 +193,9 @@ Sorts = dict[Host, int]
 
 
 def _sorts(hosts: Sequence[Host]) -> Sorts:
-    """Return {host: count}: hosts with equal device kind and count are merged into one, fastest first.
+    """Return a dict from each sort of host to the number of its hosts, fastest sort first.
 
-    Memory and disk of the merged host are the smallest of these hosts.
+    Hosts with the same kind and number of devices are one sort. Its memory and disk are the smallest among its hosts.
     """
     found: dict[tuple[str, int], list[Host]] = {}
     for host in hosts:

@@ -45,13 +45,14 @@ KEPT = 0.36
 class ClusterConfig:
     """The devices to use; ``auto`` uses those of this machine.
 
-    ``kind``: cpu, or an accelerator by torch's name: cuda, xpu (auto: the present kind). ``devices``: how many
-    (auto: all accelerators; on a CPU as many as its cores allow, at most eight). On a CPU a device is a process
-    that computes on ``threads`` cores (auto: ``OMP_NUM_THREADS``, otherwise its share of the cores).
-    ``device_memory``: the budget of each device, a hard limit for parameters, gradients, optimizer states and
-    activations (``cpu:BYTES``: for CPU processes, and auto for other kinds). ``host_memory`` and ``disk``:
-    capacity of each offload tier for all ranks of this machine. ``link``: the link between nodes: measured
-    (auto), or bytes per second, or a kind of link such as ethernet-10g."""
+    ``kind``: cpu, or torch's name of an accelerator: cuda, xpu (auto: the kind that is present). ``devices``: the
+    number of devices (auto: all accelerators; on a CPU as many as its cores allow, at most eight). On a CPU a device is
+    a process that computes on ``threads`` cores (auto: ``OMP_NUM_THREADS``, otherwise its share of the cores).
+    ``device_memory``: the memory budget of each device, a hard limit for parameters, gradients, optimizer states and
+    activations (``cpu:BYTES`` sets it for CPU processes only, and other kinds use auto). ``host_memory`` and ``disk``:
+    capacity of each offload tier for all ranks of this machine. ``link``: the link between nodes: measured (auto), or
+    bytes per second, or a kind of link such as ethernet-10g.
+    """
 
     name: str = "local"
     kind: str = AUTO
@@ -73,7 +74,7 @@ class ClusterConfig:
                 parse_bytes(getattr(self, key), f"cluster.{key}")
 
     def memory_of(self, kind: str) -> int | None:
-        """Return the budget of a device of ``kind``; None for auto."""
+        """Return the memory budget in bytes of a device of ``kind``; None if it is ``auto``."""
         wanted = self.device_memory
         if isinstance(wanted, str) and wanted.startswith(_ON_CPU):
             wanted = wanted.removeprefix(_ON_CPU) if kind == "cpu" else AUTO
@@ -122,9 +123,9 @@ def chosen_kind(config: ClusterConfig) -> str:
 def choose_devices(config: ClusterConfig, *, at_least: int = 1) -> DeviceChoice:
     """Return the devices of a run with the settings ``config``.
 
-    If the number of devices is ``auto``, at least ``at_least`` are chosen, the number that a plan needs. Ranks may
-    share a GPU, or a CPU's cores. Raises :class:`ConfigError` if an accelerator is requested and absent, or if more
-    than eight ranks would share one.
+    If the number of devices is ``auto``, at least ``at_least`` devices are chosen, the number that a plan needs. Ranks
+    may share a GPU, or a CPU's cores. Raises :class:`ConfigError` if an accelerator is requested and absent, or if more
+    than eight ranks would share an accelerator.
     """
     kind = chosen_kind(config)
     known, seen = ranks_devices(kind), present_devices(kind) if kind != "cpu" else ()
@@ -201,8 +202,8 @@ def build_cluster(
     :func:`probe_together`. ``copying_threads`` is the setting ``swap.threads``: the threads of a rank that copy in one
     direction at the same time.
 
-    A memory budget of auto keeps a margin that no plan counts: a twentieth of an accelerator's memory for gaps in the
-    allocator, or a fifth of the available RAM for the interpreter and torch itself.
+    If a memory budget is ``auto``, it leaves a margin that the plan does not use: a twentieth of an accelerator's
+    memory for gaps in the allocator, or a fifth of the available RAM for the interpreter and torch itself.
     """
     target = offload_tier(choice, tier)
     copying = _copying_share(choice) if target.copied_by_threads else 1.0
@@ -268,9 +269,10 @@ def _beside_allocator(choice: DeviceChoice, probes: Probes) -> dict[str, Any]:
 def _beside_tier(
     config: ClusterConfig, choice: DeviceChoice, tier: Tier, probes: Probes
 ) -> dict[str, Any]:
-    """Return the host's memory and bandwidth as fields of :class:`~parallax.plan.cluster.Device`.
+    """Return the bandwidth and the bytes of host memory as fields of :class:`~parallax.plan.cluster.Device`.
 
-    They are empty unless accelerators offload to another tier than the host, such as disk.
+    The result is empty for CPUs, and for accelerators that offload to host memory or do not offload. Only an
+    accelerator with a slower offload tier, such as disk, needs these fields in addition to the fields of that tier.
     """
     if choice.kind == "cpu" or not tier.exists or tier.in_ram:
         return {}
@@ -287,7 +289,7 @@ def offload_tier(choice: DeviceChoice, tier: str) -> Tier:
 def probe_together(choice: DeviceChoice, *, fresh: bool = False) -> HostSpeeds:
     """Return the relative speed of each of 1, 2, … devices that compute at once.
 
-    It is measured only for processes that share a CPU; other devices do not slow each other down.
+    The speed is measured only for processes that share a CPU. Other devices do not slow each other down.
     """
     if choice.kind != "cpu" or choice.count == 1:
         return ALONE
@@ -304,9 +306,7 @@ def _copying_share(choice: DeviceChoice) -> float:
 
 
 def _computing_share(choice: DeviceChoice, copying: int) -> float:
-    """Return the fraction of a rank's cores that is left for computing
-    while its threads copy to and from the offload tier.
-    """
+    """Return the fraction of its cores on which a rank computes while its threads copy to and from the offload tier."""
     if _copying_share(choice) < 1 or choice.kind != "cpu":
         return _copying_share(choice)
     return min(1.0, usable_cores() / (choice.count * (choice.threads + copying)))
@@ -347,8 +347,11 @@ def _tier_bytes(config: ClusterConfig, tier: Tier, probes: Probes) -> int:
 
 
 def divided(config: ClusterConfig, copies: int, folder: Path) -> ClusterConfig:
-    """Return one of ``copies`` equal parts of the devices, with an equal part of the cores and of each tier.
-    ``folder``: of swap files. Raises :class:`ConfigError` for fewer devices than copies."""
+    """Return the settings of one of ``copies`` equal parts of the devices, with an equal part of the cores and of each
+    tier.
+
+    ``folder`` is the folder of the swap files. Raises :class:`ConfigError` if there are fewer devices than copies.
+    """
     choice = choose_devices(config)
     if copies > choice.count:
         raise ConfigError(

@@ -48,7 +48,7 @@ class PlainArena:
 
 
 class ApartArena:
-    """An arena on a machine whose RAM is also the device. Meters of device memory exclude it."""
+    """An arena on a machine whose RAM also serves as the device. Meters of device memory exclude the arena."""
 
     def __init__(self, count: int) -> None:
         self.allocated_bytes = max(1, -(-count // mmap.PAGESIZE)) * mmap.PAGESIZE
@@ -95,12 +95,13 @@ class RegisteredArena:
     """An arena of exact size: pages of this process that ``register(address, bytes)`` pins.
 
     ``register`` returns 0 or an error code of the device's runtime. Huge pages are used if possible. The kernel places
-    a page in the memory of the processor that touches it first, so threads on ``cpus`` near the device, if known, touch
-    all pages.
+    a page in the memory of the processor that touches it first. So threads on ``cpus``, which are near the device,
+    touch all pages first.
 
-    If the owner fails without calling :meth:`close`, it has not waited for its copies either. So a finalizer calls
-    ``synchronize`` and then ``unregister``. A forked child does not inherit the pages: otherwise the kernel would copy
-    pinned pages for each child or, before Linux 5.10, give this process other pages than the device writes to.
+    An owner that fails without calling :meth:`close` has not waited for its copies either. So a finalizer calls
+    ``synchronize`` and then ``unregister``. A forked child does not inherit the pages. Otherwise the kernel would copy
+    pinned pages for each child. Before Linux 5.10, the kernel could even move this process to copies of the pages,
+    while the device still writes to the original pages.
     """
 
     def __init__(

@@ -1,6 +1,5 @@
-"""Measure the bandwidths of this machine with the access patterns of offloading,
-and the slow-down of ranks that compute at the same time.
-"""
+"""Measure the bandwidths of this machine with the access patterns of offloading, and the slow-down of concurrent
+ranks."""
 
 from __future__ import annotations
 
@@ -46,10 +45,11 @@ REDUCED_BYTES = 16 * 2**20  # bytes of gradients in the all-reduce that ends a t
 class Probes:
     """Measured bandwidths in bytes per second.
 
-    ``disk_write`` and ``disk_read`` go through the page cache, as offloading does; ``disk_write_synced`` includes
-    fsync. ``host_write`` and ``host_read`` are copies to and from host memory, which is pinned if there is an
-    accelerator. ``local_*`` is the link between two ranks of this host. ``context_bytes`` is the device memory outside
-    torch's allocator after libraries were used; 0 if unknown.
+    ``copy`` is a memory copy on one thread. ``disk_write`` and ``disk_read`` go through the page cache, as offloading
+    does; ``disk_write_synced`` includes fsync. ``host_write`` and ``host_read`` are copies from the device to host
+    memory and back; the host memory is pinned if there is an accelerator. ``local`` and ``local_latency_seconds``
+    describe the link between two ranks of this host. ``context_bytes`` is the device memory outside torch's allocator
+    after libraries were used; 0 if unknown.
     """
 
     directory: str
@@ -89,9 +89,10 @@ def probe_copy() -> float:
 def probe_disk(directory: Path) -> tuple[float, float, float]:
     """Return (write, read, write with fsync) in bytes per second on the file system of ``directory``, on one thread.
 
-    As in offloading, written data is in memory and not in a core's cache, and a checksum is computed first. Data is
-    read into fresh memory and its checksum is computed again. The results are medians of three passes over one file:
-    the first pass allocates the file, the others overwrite it. Single passes differed by a factor of ten.
+    The access pattern is that of offloading. Data to write is in main memory, not in a core's cache, and its checksum
+    is computed before each write. Data is read into newly allocated memory, and its checksum is computed after each
+    read. The results of writing and reading are medians of three passes over one file, because single passes differed
+    by a factor of ten. The first pass of writing allocates the file, and the others overwrite it.
     """
     folder = existing_parent(directory)
     source = np.frombuffer(os.urandom(PIECE_BYTES) * (PROBE_BYTES // PIECE_BYTES), np.uint8)
@@ -185,8 +186,8 @@ def probe_device_copy(source: torch.Tensor, target: torch.Tensor) -> float:
 def probe_peers(kind: str) -> float:
     """Return the bytes per second between the first two devices of ``kind``; 0 if that cannot be measured.
 
-    A separate process measures, because a context on the second device would last as long as this process, which may be
-    the rank of the first device.
+    A separate process measures. This process may be the rank of the first device, and a context that it creates on the
+    second device would occupy memory there until it ends.
     """
     code = f"from parallax.machine.probes import print_peer_rate; print_peer_rate({kind!r})"
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
@@ -268,9 +269,9 @@ def _probe(directory: Path) -> Probes:
 def measure_probes(directory: Path, *, fresh: bool = False) -> Probes:
     """Return the bandwidths of this machine, from the cache if they were measured before.
 
-    The disk is measured in ``directory``. A plan should not change because the machine was busy for a second, so the
-    first result is kept per host, CPU, torch version and file system. ``fresh`` measures again and keeps the new
-    result.
+    The disk is measured in ``directory``. The first result is kept per host, CPU, torch version, devices and file
+    system, so that plans do not change because the machine was busy for a second. If ``fresh``, everything is measured
+    again and replaces the cached result.
     """
     device = existing_parent(directory).stat().st_dev
     known = [
@@ -303,7 +304,7 @@ class HostSpeeds:
     """Measured speeds of k processes of one host that compute at once, for k = 1, 2, …; empty if not measured.
 
     ``speeds`` is the speed of each process relative to one process alone. ``sum_seconds`` is the time of an all-reduce
-    of a few numbers after computing, as at the end of a step; most of it is the time in which the processes' threads
+    of a few numbers after computing, as at the end of a step; most of this time passes while the processes' threads
     wake up. ``reduce_seconds`` is the time per byte of an all-reduce of gradients.
     """
 
@@ -348,8 +349,8 @@ def measure_together(count: int, threads: int, *, fresh: bool = False) -> HostSp
 def shared_speeds(seconds: list[float], able: float) -> tuple[float, ...]:
     """Return the speed of each of k concurrent processes, for k = 1, 2, …, relative to one process alone.
 
-    ``seconds`` holds the CPU seconds of equal work for each k. ``able`` is the number of processes that can have cores
-    of their own. The speed never increases with k, because a measured increase is noise.
+    ``seconds`` holds, for each k, the CPU seconds in which each process does the same work. ``able`` is the number of
+    processes that can have cores of their own. The speed never increases with k, because a measured increase is noise.
     """
     speeds: list[float] = []
     for together, taken in enumerate(seconds, 1):
@@ -361,12 +362,13 @@ def shared_speeds(seconds: list[float], able: float) -> tuple[float, ...]:
 def compute_together(count: int, threads: int) -> tuple[list[float], list[float], list[float]]:
     """Return three measurements for each k = 1 to ``count`` processes that compute at once, as three lists.
 
-    They are the CPU seconds of one repetition of :func:`compute_on_request`, the seconds of an all-reduce of a few
-    numbers, and the seconds per byte of an all-reduce of gradients.
+    The first list holds the CPU seconds of one repetition of :func:`compute_on_request`, the second the seconds of an
+    all-reduce of a few numbers, and the third the seconds per byte of an all-reduce of gradients.
 
     CPU time does not advance while another program has the core, so other programs hardly affect it. Sharing memory and
-    caches with other ranks increases it. The result is the median of several turns, and for one process the minimum. An
-    all-reduce begins when the last process arrives, so its time is the shortest that any process measured.
+    caches with other ranks increases it. Each value is the median of several turns, except the CPU seconds of a single
+    process, which are the minimum. An all-reduce begins when the last process arrives, so its time is the shortest that
+    any process measured.
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="parallax-probe-")))
@@ -443,8 +445,9 @@ def compute_on_request(rank: int, count: int, threads: int, store: str) -> None:
     """Entry point of the ``count`` processes of :func:`compute_together`, which rendezvous at the file ``store``.
 
     Each line of standard input is the number of processes that compute now. For each line, the process trains three
-    transformer layers for a while: two micro-batches forward, then backward, with all-reduces of few numbers in between
-    and one of gradients at the end. It prints the CPU seconds of one repetition, and the seconds of each all-reduce.
+    transformer layers for a quarter of a second: repeatedly two micro-batches forward, then backward. Four all-reduces
+    of a few numbers are spread over this time, and one all-reduce of gradients ends it. The process prints the CPU
+    seconds of one repetition, and the seconds of each all-reduce.
     """
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)

@@ -59,8 +59,8 @@ def _is_this_host(addresses: Set[str]) -> bool:
 def _torch_knows(host: str, addresses: Set[str]) -> bool:
     """Return whether torchrun itself recognises this host as the rendezvous host.
 
-    If so, the option ``is_host`` is not set. Then several agents on this host can join, one of which opens the port;
-    with ``is_host=1`` only one agent could join.
+    If so, the caller does not set the option ``is_host``. Then several torchrun agents on this host can join, and one
+    of them opens the port. With ``is_host=1`` only one agent could join.
     """
     if host in ("localhost", socket.gethostname()) or _is_loopback(host):
         return True

@@ -51,7 +51,11 @@ def leftover_warning(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def unset_hint(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the end of a message about missing ranks, for a process that no launcher has started; '' otherwise."""
+    """Return the end of a message about missing ranks, if rank variables are set but no launcher has set them;
+    otherwise ''.
+
+    The text names the variables, which may be left over from another run, and the command that unsets them.
+    """
     found = _by_hand(environment)
     if not found:
         return ""

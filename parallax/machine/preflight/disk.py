@@ -100,9 +100,11 @@ def _check_together(needs: Sequence[FolderNeeds]) -> Iterator[Finding]:
 
 
 def check_clock(folder: Path, now: Callable[[], float] = time.time) -> Iterator[Finding]:
-    """Yield a problem if the file system of ``folder`` gives new files a time that differs from the clock of this host.
+    """Yield a problem if the clock of the file system of ``folder``, read from a new file, differs from this host's
+    clock.
 
-    Left-over files are recognised by their age. Folders that cannot be written are ignored here.
+    The clocks must agree because left-over files are recognised by their age. Folders that cannot be written are
+    ignored.
     """
     place = existing_parent(folder)
     try:

@@ -23,7 +23,8 @@ class RankNeeds:
     """The memory that one rank needs.
 
     ``memory_bytes`` is the RAM that the plan predicts; 0 if neither the device nor the offload tier is in RAM.
-    ``reserved`` is True if this memory counts towards process limits on data. Pinned and shared memory does not.
+    ``reserved`` is True if this memory counts towards the process limit on data (RLIMIT_DATA). Pinned and shared memory
+    does not count.
     """
 
     memory_bytes: int
@@ -50,8 +51,8 @@ class HostNeeds:
     """The resources that a run needs on one host.
 
     ``ranks`` are the ranks of this host, and ``world`` is the number of ranks on all hosts. ``accelerators`` is the
-    number of ranks here whose device has its own memory. ``process_bytes`` is the memory of each process that has not
-    started yet.
+    number of ranks on this host whose device has its own memory. ``process_bytes`` is the memory that each process
+    needs besides its plan; 0 if the processes already run.
     """
 
     ranks: tuple[RankNeeds, ...]

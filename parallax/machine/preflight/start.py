@@ -36,7 +36,7 @@ def _findings(needs: HostNeeds) -> Iterator[Finding]:
 def check_process() -> None:
     """Raise :class:`~parallax.errors.PreflightError` if a process limit is too small to import torch.
 
-    torch itself could not even report the error.
+    The check runs before the import, because an import that runs out of memory may fail without an error message.
     """
     for name, command, own in (
         ("RLIMIT_DATA", "ulimit -d", IMPORT_DATA_BYTES),
