@@ -23,7 +23,9 @@ from parallax.plan.plan import Coordinate, Plan
 @dataclass(frozen=True, slots=True)
 class Route:
     """The direction from rank ``sender`` to rank ``receiver`` for messages between the two stages of ``edge``.
-    ``backward``: the messages are gradients; otherwise they are activations."""
+
+    ``backward`` is True if the messages are gradients, and False if they are activations.
+    """
 
     sender: int
     receiver: int
@@ -35,19 +37,24 @@ class Route:
 class Mesh:
     """This rank's coordinate in the plan, and its process groups. A group that the plan does not need is None.
 
-    ``replicas``: the replicas of this rank's stage. ``updates``: the same ranks over gloo, which broadcasts the weights
-    whose optimizer states are offloaded, concurrently with other collectives. ``statistics``: the same ranks, for
-    collectives in block order while gradients are reduced in order of completion. ``streamed``: the same ranks, for the
-    gradients of offloaded parameters. ``shared``: the name of each parameter that several stages hold → the group of
-    all ranks that hold the parameter. ``nodes``: the nodes of all ranks.
+    Four groups contain the replicas of this rank's stage:
 
-    ``forth`` and ``back`` are two gloo groups of all ranks, for activations and for gradients; tags tell their messages
-    apart. Two ranks with a GPU each use the NCCL groups in ``routes`` instead, one for each direction of each edge,
-    because NCCL matches messages by order alone, and a send may block later operations of its group.
+    ``replicas``    reduces gradients, in the order in which they are completed
+    ``updates``     uses gloo to broadcast weights whose optimizer states are offloaded, beside other collectives
+    ``statistics``  serves BatchNorm, loss and metrics, whose collectives run in block order, beside ``replicas``
+    ``streamed``    reduces the gradients of offloaded parameters
 
-    Activations and gradients need separate groups because in 1F1B the two ends of an edge send to each other at the
+    ``shared`` maps the name of each parameter that several stages hold to the group of all ranks that hold it.
+    ``nodes`` are the nodes of all ranks.
+
+    ``forth`` and ``back`` are two gloo groups of all ranks, for activations and for gradients. Tags distinguish the
+    messages of different edges. Two ranks on different GPUs use the NCCL groups in ``routes`` instead. There is one
+    such group for each direction of each edge, because NCCL matches messages by order alone, and a send may block later
+    operations of its group.
+
+    Activations and gradients need separate groups, because in 1F1B the two ranks of an edge send to each other at the
     same time. On a single gloo connection, each send would hold the lock that gloo's thread needs to deliver the
-    other's message.
+    message of the peer.
     """
 
     plan: Plan
@@ -67,8 +74,10 @@ class Mesh:
 
     @classmethod
     def create(cls, plan: Plan, device: torch.device, shared: Mapping[str, Sequence[int]]) -> Mesh:
-        """Create the groups and select ``device``; called by every rank with the same plan. ``shared``: parameter name
-        → pipeline ranks that hold the shared parameter."""
+        """Create the groups and select ``device``. Every rank calls this method with the same plan.
+
+        ``shared`` maps each parameter that several stages hold to the pipeline ranks that hold it.
+        """
         size = dist.get_world_size() if dist.is_initialized() else 1
         if size != plan.world_size:
             raise PlanError(
@@ -181,8 +190,10 @@ class Mesh:
             dist.barrier(group=self.world)
 
     def gather_columns(self, mine: Mapping[str, float]) -> dict[str, list[float]]:
-        """Return name → values on all ranks, in rank order. ``mine``: this rank's numbers by name, with the same names
-        on every rank."""
+        """Return a dict from each name to its values on all ranks, in rank order.
+
+        ``mine`` maps the same names on every rank to the numbers of this rank.
+        """
         table = torch.zeros(self.plan.world_size, len(mine), dtype=torch.float64)
         table[self.rank] = torch.tensor(list(mine.values()), dtype=torch.float64)
         return dict(zip(mine, self.sum(table).T.tolist()))
@@ -216,8 +227,12 @@ def _replica_groups(
 
 @dataclass(frozen=True, slots=True)
 class RankDevices:
-    """The devices of all ranks, which are of one ``kind``. ``identities`` are unique across hosts, unlike device
-    indices: ranks may see different devices, or number the same devices differently."""
+    """The devices of all ranks, which are of one ``kind``.
+
+    ``identities`` has one text per rank; None for CPUs and for kinds of devices without a backend of their own. These
+    texts are unique across hosts. Device indices are not, because ranks may see different devices or number the same
+    devices differently.
+    """
 
     kind: str
     identities: tuple[str | None, ...]
@@ -240,8 +255,11 @@ class RankDevices:
         return cls(device.type, identities)
 
     def direct(self, ranks: Sequence[int]) -> str:
-        """Return the backend that moves tensors between the devices of ``ranks``; "" if they are CPUs or share a
-        device."""
+        """Return the backend that moves tensors between the devices of ``ranks`` directly.
+
+        The result is "" if the devices are CPUs, if two of the ranks share a device, or if this kind of device has no
+        backend.
+        """
         found = {self.identities[rank] for rank in ranks}
         if self.kind == "cpu" or None in found or len(ranks) == 1 or len(found) < len(ranks):
             return ""
@@ -264,9 +282,11 @@ class RankDevices:
 def _connect(
     plan: Plan, routes: Mapping[Route, dist.ProcessGroup], rank: int, device: torch.device
 ) -> None:
-    """Connect both ends of each route; every rank connects its routes in the same order. Otherwise NCCL would connect
-    two ranks at their first send and receive, and block both hosts until then. Ranks begin the first step with messages
-    of different routes, so they would wait for each other forever."""
+    """Connect the two ranks of each route. Every rank connects its routes in the same order.
+
+    Otherwise NCCL would connect two ranks at their first send and receive, and block both hosts until then. Ranks begin
+    the first step with messages of different routes, so they would wait for each other forever.
+    """
     for route, group in routes.items():
         if rank in (route.sender, route.receiver):
             one, tag = torch.zeros(1, dtype=torch.uint8, device=device), _tag(plan, route)
@@ -278,18 +298,19 @@ def _connect(
 
 
 def _tag(plan: Plan, route: Route) -> int:
-    """Return a tag that tells the messages of one edge from those of another edge between the same two ranks."""
+    """Return the tag that distinguishes messages of this route's edge from those of another edge between the same two
+    ranks."""
     return plan.edges().index(route.edge)
 
 
 def _group(ranks: list[int], backend: str) -> dist.ProcessGroup:
-    """Return a new process group with the timeout of torch's default group, in place of torch's default timeout."""
+    """Return a new process group with Parallax's timeout for all groups instead of torch's default timeout."""
     return dist.new_group(ranks, backend=backend, timeout=TIMEOUT)
 
 
 def routes_of(plan: Plan) -> Iterator[Route]:
-    """Yield the routes of all edges between ranks, in both directions. An edge between two stages on one rank has
-    none."""
+    """Yield the routes of all edges between ranks, in both directions. An edge between two stages on one rank has no
+    route."""
     for edge in plan.edges():
         if plan.is_local(edge):
             continue

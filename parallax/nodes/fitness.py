@@ -28,7 +28,7 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True)
 class Elastic:
-    """The launchers' arguments on all hosts.
+    """The settings with which the launchers on all hosts were started.
 
     ``heads`` are the hosts that were started as the rendezvous host (HEAD). ``least`` is the minimum number of hosts; 0
     if the run is not elastic or if torchrun would not restart some ranks.
@@ -39,7 +39,7 @@ class Elastic:
 
     @classmethod
     def gather(cls, nodes: Nodes) -> Elastic:
-        """Return the launchers' arguments of all hosts. Collective over all ranks."""
+        """Return the launchers' settings of all hosts. Collective over all ranks."""
         found = all_gather_result(
             lambda: (os.environ.get(AT_HEAD) == "1", os.environ.get(LEAST, "0"), _starts_again())
         )

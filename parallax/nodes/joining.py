@@ -27,11 +27,12 @@ _LATE_SECONDS = 5.0  # seconds by which torch may exceed its own limit
 
 
 def start_processes(file: str | None = None) -> None:
-    """Initialise the default process group over gloo. With CUDA devices, gloo tensors are staged through the host.
+    """Initialise the default process group over gloo. With CUDA devices, gloo stages tensors through the host.
 
-    The rendezvous is ``file`` if all ranks are on one host, otherwise torchrun's address, separate from ranks of an
-    earlier start (:mod:`parallax.nodes.meeting`). Gloo then uses the network interface on the route to that address,
-    unless the user names another one. By default gloo would look up this host's name, which often means loopback.
+    If all ranks are on one host, they meet at ``file``. Otherwise they meet at torchrun's address, separate from ranks
+    of an earlier start (:mod:`parallax.nodes.meeting`). Gloo then uses the network interface on the route to that
+    address, unless the user names another interface. By default gloo would look up this host's name, which often means
+    loopback.
     """
     store: Any
     answer: Callable[[], object] = _nothing
@@ -65,7 +66,7 @@ def _choose_card(own: str, addresses: Sequence[str]) -> None:
     one.
 
     ``own`` is this host's address on that route. On the rendezvous host it is empty, because its route to itself is
-    loopback. There the route to the first of the other hosts' ``addresses`` is used.
+    loopback. There the interface on the route to the first non-empty address in ``addresses`` is used.
     """
     others = [address for address in addresses if address]
     card = interface_of(own or (own_address(others[0]) if others else ""))
@@ -169,8 +170,8 @@ def wait_for_all(
 ) -> None:
     """Wait until all ranks have called this function with the same ``store``, and report the ranks that are missing.
 
-    torch itself would wait twice as long and name no rank. After ``note_seconds`` the first present rank prints the
-    missing ranks on stderr. ``meanwhile`` is called repeatedly while waiting.
+    torch itself would wait twice as long and name no rank. After ``note_seconds`` the present rank with the lowest
+    number prints the missing ranks on stderr. ``meanwhile`` is called repeatedly while waiting.
 
     Raises :class:`AbsentError` after ``join_seconds``, and :class:`ConfigError` if another rank was started with
     another number of ranks.

@@ -59,7 +59,7 @@ def probe_links(
 ) -> RemoteLink:
     """Return the slowest link between nodes. Collective over all ranks.
 
-    ``backend`` is the process-group backend for tensors on ``device``. Without one, tensors are staged through the
+    ``backend`` is the process-group backend for tensors on ``device``. If it is empty, ranks stage tensors through the
     host, so transfers of host memory are measured. ``fresh`` measures again instead of reading the cache.
     """
     pairs = [pair for turn in _rounds(len(nodes.names)) for pair in turn]
@@ -205,8 +205,8 @@ class _Connection:
     def rate(self, latency: float, *, down: bool = False) -> float:
         """Return the bytes per second from the lower rank to the higher one or, with ``down``, in the other direction.
 
-        Messages are doubled in size until one takes :data:`_LONG_SECONDS`. The sender announces the size of each
-        message, and the receiver answers it.
+        The size of the messages is doubled until one message takes :data:`_LONG_SECONDS`. The sender announces the size
+        of each message, and the receiver confirms each message with an answer of one byte.
         """
         sends = self.low is not down
         count, rate = _FIRST_BYTES, 0.0
@@ -233,7 +233,7 @@ class _Connection:
 
 
 def clock_offset(nodes: Nodes) -> float:
-    """Return the seconds to add to this host's ``time.perf_counter()`` to get that of rank 0's host. Collective.
+    """Return the seconds to add to this host's ``time.perf_counter()`` to get the value on rank 0's host. Collective.
 
     Each node's first rank asks rank 0 several times for its clock. The fastest answer is used, and rank 0 is assumed to
     have read its clock halfway between request and answer (Cristian 1989, "Probabilistic clock synchronization").

@@ -1,9 +1,9 @@
 """Give each start of the ranks its own part of torchrun's store.
 
-torchrun's agent keeps one store for all starts of its ranks. Values of an earlier start look like values of the present
-one: dead ranks would be counted as present, at addresses where no process listens. The number of restarts cannot
-identify a start, because hosts count differently and do not count hosts that join or leave. So rank 0 chooses a random
-name for each start, and sends it to every rank that asks::
+torchrun's agent keeps one store for all starts of its ranks. Values of an earlier start cannot be distinguished from
+values of the present start: dead ranks would be counted as present, at addresses where no process listens. The number
+of restarts does not identify a start either. Hosts may have different counts, and a restart after a host has joined or
+left is not counted. So rank 0 chooses a random name for each start, and sends it to every rank that asks::
 
     rank r    appends a nonce ──> store ──> rank 0 writes the name under a key of that nonce
     rank r    reads the name  <── store

@@ -1,8 +1,9 @@
 """Exchange Python objects between ranks as JSON, which cannot carry code.
 
 torch's own object collectives unpickle all data that they receive, so anybody who reaches a rank's port could run code
-there. JSON lacks tuples, sets, bytes, and keys that are not strings. So these, and paths, torch dtypes, error types,
-dataclasses, named tuples and enumerations of this package are encoded as ``{"#": kind, "of": content}``.
+there. JSON lacks tuples, sets, bytes, and keys that are not strings. These values are encoded as ``{"#": kind, "of":
+content}``, and so are paths, torch dtypes, devices and sizes, error types, and dataclasses, named tuples and
+enumerations of this package.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Find the nodes of a run, and the directories that ranks share.
 
 Consecutive ranks on a host form a node, under any launcher. Ranks share a directory if they see the same marker files
-in it. Rank 0 normally writes the run's files. If some ranks do not see rank 0's directory, the first rank of each group
-that shares another directory writes them there.
+in it. Rank 0 normally writes the run's files. Ranks that do not see rank 0's directory form groups, each with a
+directory of its own. The first rank of each group writes the files into the directory of its group.
 """
 
 from __future__ import annotations

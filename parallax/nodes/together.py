@@ -14,7 +14,7 @@ _Found = TypeVar("_Found")
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks; (0, 1) outside of torch's world."""
+    """Return this process's rank and the number of ranks; (0, 1) if torch.distributed is not initialised."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
