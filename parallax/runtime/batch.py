@@ -42,7 +42,8 @@ class Rows(Protocol):
 
 
 class RowsOf:
-    """Wraps ``batch``. Subclasses define ``inputs`` and ``targets``; all other attributes are those of ``batch``."""
+    """Base class of batches that wrap another batch, ``batch``. Subclasses define ``inputs`` and ``targets``; all other
+    attributes are those of ``batch``."""
 
     def __init__(self, batch: Rows) -> None:
         self._batch = batch
@@ -146,12 +147,13 @@ def _shapes(values: Any) -> list[tuple[Any, ...]]:
 
 
 def as_tensors(what: str, values: Any, rows: int, dtype: torch.dtype) -> Any:
-    """Return the inputs or targets (``what``) of ``rows`` rows as tensors. NumPy arrays become tensors, and so do lists
-    of ``rows`` numbers.
+    """Return ``values``, the inputs or the targets of ``rows`` rows, with tensors in place of NumPy arrays and lists of
+    numbers. ``what`` is "inputs" or "targets".
 
-    Types are converted to those of the model: float64 arrays, NumPy's default, become ``dtype``, the model's type. For
-    a model in float64, float32 inputs become float64. Class indices among the targets become int64, the only integer
-    type that torch's losses accept. Raises :class:`DataError` for an array whose type torch lacks.
+    Only lists with one entry per row are converted. Element types become those of the model: float64 arrays, NumPy's
+    default, are converted to ``dtype``, the model's type. If the model is in float64, float32 inputs become float64.
+    Class indices among the targets become int64, the only integer type that torch's losses accept. Raises
+    :class:`DataError` for an array whose type torch lacks.
     """
 
     def change(part: Any) -> Any:
@@ -168,7 +170,8 @@ def as_tensors(what: str, values: Any, rows: int, dtype: torch.dtype) -> Any:
 
 
 def as_arrays(values: Any, rows: int | None = None) -> Any:
-    """Return nested ``values`` with lists of numbers as NumPy arrays; with ``rows``, only lists of that length."""
+    """Return nested ``values`` with NumPy arrays in place of lists of numbers. If ``rows`` is given, only lists of this
+    length are replaced."""
     if not isinstance(values, Tensor) and _has_list(values):
         return transform(values, lambda part: _from_list(part, rows), (Tensor, list))
     return values

@@ -1,1 +1,1 @@
-"""Channels: tensors between ranks."""
+"""Channels, which carry tensors between ranks."""

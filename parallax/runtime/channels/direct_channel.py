@@ -28,8 +28,10 @@ from parallax.runtime.channels.message import (
 
 
 class DirectSender:
-    """The sending end of one channel. At most ``ahead`` messages are in flight: sent, but not received. ``headers``:
-    the gloo address for headers."""
+    """The sending end of one channel. At most ``ahead`` messages are sent but not yet received.
+
+    ``headers`` is the gloo address to which headers are sent.
+    """
 
     def __init__(
         self, address: Address, headers: Address, device: torch.device, ahead: int

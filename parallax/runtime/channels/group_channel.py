@@ -1,11 +1,13 @@
 """Channels over gloo: between hosts, and for device tensors that are staged through the host.
 
 A message is packed behind a header that describes it. Shapes rarely change, so the receiver posts the receive of the
-next message before it is needed, and the bytes arrive while the receiver computes. It guesses the size of the buffer:
-the next message differs from the last one only in its number of rows. The sender makes the same guess. A message that
-fits is sent into that buffer. If a message is larger, only the start of its header is sent into that buffer, and then
-the whole message. Header and payload share one buffer because gloo's cost is per message, not per byte: as two
-messages, a round trip took three times as long.
+next message before it is needed, and the bytes arrive while the receiver computes. For this, the receiver must guess
+the size of the next message. It assumes the layout of the last message, with another number of rows. The sender makes
+the same guess. A message that fits is sent into the posted buffer. If a message is larger, only the start of its header
+is sent into that buffer. Then the whole message is sent into a second, larger buffer.
+
+Header and payload share one buffer because gloo's cost is per message, not per byte: with two messages, a round trip
+took three times as long.
 
 gloo carries host buffers only. Device tensors are copied through host memory (:mod:`parallax.runtime.channels.staging`)
 if the devices have no link, or if ranks share a device. Devices with links use
@@ -72,7 +74,8 @@ class Address:
 
 
 class Underway:
-    """The messages in flight: sent, and perhaps not received. Their buffers must stay allocated and unchanged."""
+    """The messages that have been sent, and may not have been received. Their buffers must stay allocated and
+    unchanged."""
 
     def __init__(self) -> None:
         self._sent: deque[tuple[list[tuple[dist.Work, Tensor]], Callable[[], object]]] = deque()
@@ -80,12 +83,13 @@ class Underway:
     def add(
         self, sent: list[tuple[dist.Work, Tensor]], received: Callable[[], object] = lambda: None
     ) -> None:
-        """Add a message, given as pairs of work and buffer. ``received`` is called when the peer has received it."""
+        """Add a message, given as pairs of work and buffer. ``received`` is called when the peer has received the
+        message."""
         self._sent.append((sent, received))
 
     def wait(self, left: int) -> None:
-        """Wait, oldest message first, until at most ``left`` messages are in flight. The order is fixed because gloo
-        cannot be polled."""
+        """Wait, oldest message first, until at most ``left`` messages have not been received. The order is fixed
+        because gloo cannot be polled."""
         while len(self._sent) > left:
             sent, received = self._sent.popleft()
             for work, _ in sent:
@@ -94,7 +98,7 @@ class Underway:
 
 
 class GroupSender:
-    """The sending end of one channel. At most ``ahead`` messages are in flight: sent, but not received."""
+    """The sending end of one channel. At most ``ahead`` messages are sent but not yet received."""
 
     def __init__(self, address: Address, staging: Staging, ahead: int) -> None:
         self._address, self._staging, self._ahead = address, staging, ahead

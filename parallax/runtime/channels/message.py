@@ -138,7 +138,10 @@ def header_of(spec: Spec) -> Tensor:
 
 
 def read_header(buffer: Tensor) -> tuple[int, tuple[int, ...]]:
-    """Return the size of the whole message in bytes, and the layout's numbers, as far as ``buffer`` holds them."""
+    """Return the size of the whole message in bytes, and the numbers of its layout.
+
+    If ``buffer`` ends within the header, numbers beyond the end of ``buffer`` are missing.
+    """
     numbers = buffer[:LEAST].view(torch.int64).tolist()
     whole, count = numbers[:2]
     if 2 + count > len(numbers):

@@ -115,7 +115,7 @@ class Listener:
 
 
 class SharedSender:
-    """The sending end of one channel. At most ``ahead`` messages are in flight: sent, but not received."""
+    """The sending end of one channel. At most ``ahead`` messages are sent but not yet received."""
 
     def __init__(self, route: Route, contact: Contact, ahead: int) -> None:
         self._peer, self._slots = route.receiver, min(ahead, _MOST)
@@ -262,7 +262,8 @@ class SharedReceiver:
         return found
 
     def _learn(self, connection: socket.socket, what: int) -> None:
-        """Read a new ring or a new layout from the socket, as the message kind ``what`` says."""
+        """Read a new ring or a new layout from the socket. ``what`` is the byte that announces which of them
+        follows."""
         if what == _RING:
             sizes, (file,), _, _ = socket.recv_fds(connection, _SIZES.size, 1)
             try:
@@ -285,7 +286,7 @@ class _Ring:
         self._views: dict[Layout, _Views] = {}
 
     def views(self, layout: Layout) -> _Views:
-        """Return slot → the tensors of a message with ``layout`` in this slot."""
+        """Return a dict from each slot to the tensors of a message with ``layout`` in this slot."""
         if layout not in self._views:
             if len(self._views) == _KEPT:
                 self._views.clear()
@@ -294,7 +295,7 @@ class _Ring:
 
 
 class _Views(dict[int, list[Tensor]]):
-    """Slot → the tensors in this slot, created on first access."""
+    """A dict from each slot to the tensors in this slot, which are created on first access."""
 
     def __init__(self, memory: Tensor, size: int, layout: Layout) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""The messages between one rank's stages and their neighbours: which rows are exchanged with which rank, and in what
-form.
+"""Exchange tensors between the stages of one rank and adjacent stages on other ranks.
 
 The replicas of two adjacent stages may divide a micro-batch's rows differently, so a channel carries the overlap of two
 row intervals (:mod:`parallax.plan.rows`). A tensor without rows, such as a table of positions, is sent whole to every
@@ -31,9 +30,12 @@ _GRADIENTS = (Kind.RECEIVE_GRADIENT, Kind.SEND_GRADIENT)
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """This rank's part of a micro-batch of a given size. ``start``: its first row, counted from the start of the
-    micro-batch. ``rows``: its number of rows. ``shares``: for the stage at the other end of each edge, the rows that
-    this rank shares with each replica of that stage, counted from ``start``."""
+    """This rank's part of each micro-batch of a given size.
+
+    ``start`` is its first row, counted from the start of the micro-batch, and ``rows`` its number of rows. ``shares``
+    maps each adjacent stage to the rows that this rank shares with each replica of that stage. These rows are counted
+    from ``start``.
+    """
 
     start: int
     rows: int
@@ -41,8 +43,8 @@ class _Part:
 
 
 class StageIO:
-    """The messages of one rank's stages: the channels, and the rows sent through each. Call :meth:`begin` before each
-    step."""
+    """The channels of one rank's stages, and the rows that are sent through each channel. Call :meth:`begin` before
+    each step."""
 
     def __init__(self, chain: Chain, mesh: Mesh, channels: Channels) -> None:
         self._mesh, self._channels = mesh, channels
@@ -63,7 +65,7 @@ class StageIO:
                 self._open(edge, edge.sender, Kind.RECEIVE_GRADIENT, Kind.SEND_ACTIVATION)
 
     def _open(self, edge: Edge, stage: int, receives: Kind, sends: Kind) -> None:
-        """Open the channels of ``edge`` for ``stage``, which is one of its two ends."""
+        """Open the channels of ``edge`` for ``stage``, which is the sender or the receiver of the edge."""
         mine, backward = self._mesh.rank, sends is Kind.SEND_GRADIENT
         others = self._mesh.plan.ranks(_other_end(edge, stage))
         self._edges[receives, stage] = self._edges[sends, stage] = edge
@@ -107,9 +109,11 @@ class StageIO:
             ends[other].post(high - low)
 
     def receive(self, action: Action, copy: Copy = torch.clone) -> Tensors | None:
-        """Wait for the tensors of the receive ``action`` and return them: None if this rank has no rows, an empty tuple
-        if a peer sent no tensors. ``copy`` copies a tensor out of the channel's memory. It is only called for a single
-        peer: parts of several peers are copied when they are concatenated."""
+        """Wait for the tensors of the receive ``action`` and return them; None if this rank has no rows.
+
+        If the tensors come from a single peer, ``copy`` copies them out of the channel's memory. Tensors from several
+        peers are copied by their concatenation instead.
+        """
         ends, shares = self._receivers[action.kind, action.stage], self._shares(action)
         if not shares:
             return None
@@ -132,7 +136,10 @@ class StageIO:
         )
 
     def receive_gradients(self, action: Action) -> Gradients | None:
-        """Wait for the gradients of the receive ``action`` and return them. Rows of a peer that sent None get zeros."""
+        """Wait for the gradients of the receive ``action`` and return them; None if this rank has no rows.
+
+        If one peer sent None for a tensor and another peer sent a gradient, the rows of the first peer get zeros.
+        """
         ends, shares = self._receivers[action.kind, action.stage], self._shares(action)
         if not shares:
             return None
@@ -167,8 +174,8 @@ class StageIO:
             ends[other].send(pieces, high - low)
 
     def send_gradients(self, action: Action, gradients: Gradients) -> None:
-        """Send gradients to all peers. The gradient of a tensor without rows is sent only to the peer whose copy was
-        used."""
+        """Send gradients to all peers. The gradient of a tensor without rows is sent only to the first peer, whose copy
+        of the tensor was used."""
         ends, shares = self._senders[action.kind, action.stage], self._shares(action)
         if len(shares) == 1:
             other, (low, high) = shares[0]
@@ -185,7 +192,7 @@ class StageIO:
             ends[other].send(packed(tuple(pieces)), high - low)
 
     def floating(self, edge: Edge, tensors: Tensors) -> list[Tensor]:
-        """Return those of ``tensors``, the message on ``edge``, for which the receiver sends back gradients."""
+        """Return the tensors for which the receiver sends back gradients. ``tensors`` is the message on ``edge``."""
         places = [index for index, tensor in enumerate(tensors) if can_require_grad(tensor)]
         if edge not in self._summed:
             self._summed[edge] = frozenset(
@@ -242,8 +249,8 @@ def _concatenated(action: Action, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _joined(parts: Gradients, counts: Sequence[int]) -> Tensor | None:
-    """Return the concatenation of gradients, of ``counts`` rows each. None counts as zeros; return None if all are
-    None."""
+    """Return the concatenation of gradients, of ``counts`` rows each. A gradient of None counts as zeros. If all are
+    None, return None."""
     known = next((part for part in parts if part is not None), None)
     if known is None:
         return None

@@ -88,8 +88,11 @@ class Staging(Protocol):
     def send(
         self, tensors: Sequence[Tensor], targets: Sequence[Tensor], post: Callable[[], None]
     ) -> None:
-        """Copy ``tensors`` into ``targets``, which are views of a host buffer, and then call ``post``. Calls of
-        ``post`` are in the order of the sends. Work that is queued on the device later does not wait for the copy."""
+        """Copy ``tensors`` into ``targets``, which are views of a host buffer, and then call ``post``.
+
+        Several sends call their ``post`` in the order of the sends. Work that is queued on the device later does not
+        wait for the copy.
+        """
 
     def drain(self) -> None:
         """Wait until all messages are posted; raise the error of a failed send."""
@@ -155,8 +158,8 @@ class DeviceBuffer:
 
 
 class PinnedStaging:
-    """Stages messages through pinned memory. A thread waits for the copies to the host, so that the main thread can
-    queue more work."""
+    """Stages messages through pinned memory. A background thread waits for the copies to the host, so that the main
+    thread can queue more work."""
 
     def __init__(self, device: torch.device, copies: CopyEngine) -> None:
         self._device, self._copies = device, copies
@@ -174,7 +177,7 @@ class PinnedStaging:
     def send(
         self, tensors: Sequence[Tensor], targets: Sequence[Tensor], post: Callable[[], None]
     ) -> None:
-        """Copy to the host on a side stream; the thread calls ``post`` after the copy."""
+        """Copy ``tensors`` to the host on a side stream. The background thread calls ``post`` after the copies."""
         sources = list(tensors)
         events: list[Event] = [
             self._copies.copy(source, target) for source, target in zip(sources, targets)

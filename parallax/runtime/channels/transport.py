@@ -42,8 +42,10 @@ class Receiver(Protocol):
         """Post the receive of the next message, expected to be of ``rows`` rows."""
 
     def receive(self, rows: int, copy: Copy = torch.clone) -> tuple[Tensor, ...]:
-        """Wait for the next message and return it. The caller owns the tensors; each has its own version counter.
-        ``copy`` makes such a tensor from one in the channel's memory."""
+        """Wait for the next message and return its tensors. The caller owns them, and each has its own version counter.
+
+        If the channel keeps its own memory, ``copy`` copies each tensor out of that memory.
+        """
 
 
 class Channels:
@@ -60,7 +62,7 @@ class Channels:
             self._contacts = mesh.all_gather_object(self._listener.contact)
 
     def sender(self, route: Route, ahead: int) -> Sender:
-        """Return the sending end of ``route`` on this rank. At most ``ahead`` messages are in flight: sent, but not
+        """Return the sending end of ``route`` on this rank. At most ``ahead`` messages are sent but not yet
         received."""
         if self._mesh.direct(route):
             return DirectSender(*self._addresses(route), self._mesh.device, ahead)
@@ -78,7 +80,8 @@ class Channels:
         return SharedReceiver(route, self._listener, self._contacts[route.sender])
 
     def transports(self) -> dict[str, str]:
-        """Return ``"0 -> 1"`` → the name of the transport, for each route on which this rank sends."""
+        """Return the name of the transport for each route on which this rank sends, for example {"0 -> 1": "shared
+        memory"}."""
         routes = (each for each in routes_of(self._mesh.plan) if each.sender == self._mesh.rank)
         return {f"{each.sender} -> {each.receiver}": self._transport(each) for each in routes}
 
