@@ -106,7 +106,7 @@ class PendingSaves:
 
     @property
     def threads(self) -> dict[str, threading.Thread]:
-        """Name of each background activity → its thread."""
+        """The threads of background activities, by the name of the activity."""
         busy = self.progress in (SaveProgress.WRITING, SaveProgress.NAMING)
         removing = self._removing is not None and not self._removing.done()
         if not busy and not removing:
@@ -120,8 +120,10 @@ class PendingSaves:
         self._save = save
 
     def advance(self, found: Sequence[float]) -> Path | None:
-        """Advance the save as far as all ranks allow. ``found``: the progress of each rank. Return the checkpoint once
-        it is complete. If a rank failed, all ranks raise its error."""
+        """Advance the save as far as all ranks allow. Return the checkpoint once it is complete, otherwise None.
+
+        ``found`` is the progress of each rank. If a rank failed, all ranks raise its error.
+        """
         if SaveProgress.FAILED in found and self._save is not None:
             self._save.cancel()
             self._parts(self._save)
@@ -144,8 +146,11 @@ class PendingSaves:
         return path
 
     def trim(self, directory: Path, retention: Retention, step: int, *, leads: bool) -> None:
-        """Remove the checkpoints up to ``step`` that ``retention`` does not keep. There may be some if an earlier start
-        of the run was killed. ``leads``: this rank removes them, for all ranks that share the directory."""
+        """Remove the checkpoints up to ``step`` that ``retention`` does not keep.
+
+        Such checkpoints exist if an earlier start of the run was killed before it had removed them. ``leads`` is True
+        on the rank that removes them for all ranks that share the directory.
+        """
         gone = self._superseded(directory, retention, step)
         if leads:
             checkpoint.remove(directory, gone)
@@ -162,7 +167,8 @@ class PendingSaves:
             self._removing.result()
 
     def _parts(self, save: SaveInProgress) -> list[WrittenParts]:
-        """Return the list of the files that each rank has written."""
+        """Return the checksums and files that each rank has written, in rank order. If a rank failed, all ranks raise
+        its error."""
 
         def own() -> WrittenParts:
             if save.naming is not None:
@@ -218,7 +224,7 @@ class PendingSaves:
         return gone
 
     def _held_in(self, directory: Path, retention: Retention, step: int) -> dict[int, float | None]:
-        """Return step → metric of the checkpoints that every node has."""
+        """Return a dict from the step to the metric of each checkpoint that every node has."""
         if directory not in self._held:
             has_metric = retention.best > 0
 

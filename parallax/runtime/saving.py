@@ -50,7 +50,7 @@ _SHARE = 0.5  # share of the free memory for copies of saved tensors
 
 
 class Saving:
-    """Saves and loads one rank's part of a checkpoint. ``later``: names of the shared tensors that another rank
+    """Saves and loads one rank's part of a checkpoint. ``later`` holds the names of shared tensors that another rank
     saves."""
 
     def __init__(
@@ -80,10 +80,12 @@ class Saving:
         self.pending = PendingSaves(mesh)
 
     def usable(self, directory: Path) -> tuple[list[Path], list[str]]:
-        """Return the complete checkpoints in ``directory`` over all nodes, the best one to resume from last, and
-        messages about the others. A checkpoint of a later start of the run counts as better than any of an earlier
-        start. Files of interrupted saves are removed. Raises :class:`CheckpointError` if there are checkpoints but none
-        is complete."""
+        """Return the checkpoints in ``directory`` that are complete over all nodes, the best one to resume from last,
+        and messages about the others.
+
+        A checkpoint of a later start of the run counts as better than any of an earlier start. Files of interrupted
+        saves are removed. Raises :class:`CheckpointError` if there are checkpoints but none is complete.
+        """
         fence, groups = self._fence_of(directory), self._groups_of(directory)
 
         def clean() -> None:
@@ -114,17 +116,22 @@ class Saving:
 
     def trim(self, directory: Path, step: int, retention: Retention) -> None:
         """Remove the checkpoints in ``directory`` that ``retention`` does not keep. The latest one, of ``step``, always
-        remains. All ranks call it after resuming from a checkpoint of an earlier start of the run."""
+        remains.
+
+        All ranks call this method after they have resumed from a checkpoint of an earlier start of the run.
+        """
         leads = self._groups_of(directory).leads
         self.pending.trim(directory, retention, step, leads=leads)
 
     def save(
         self, directory: Path, step: int, entries: dict[str, Any], retention: Retention = ALL_STAY
     ) -> Path:
-        """Write a checkpoint into ``directory`` and return its folder. If nodes do not share ``directory``, each node
-        writes the files of its own ranks. ``entries``: the caller's ``state`` and ``metrics``. ``retention`` selects
-        the older checkpoints to keep. Raises :class:`NonFiniteError` if a weight is NaN or Inf, and then leaves no
-        files."""
+        """Write a checkpoint into ``directory`` and return its folder.
+
+        If nodes do not share ``directory``, each node writes the files of its own ranks. ``entries`` holds the caller's
+        ``state`` and ``metrics``. ``retention`` selects the older checkpoints to keep. If a weight is NaN or Inf,
+        :class:`NonFiniteError` is raised and no files remain.
+        """
         self.begin(directory, step, entries, retention)
         path = self.pending.finish()
         assert path is not None
@@ -184,8 +191,10 @@ class Saving:
         }
 
     def _known(self, step: int, fence: Fence, marks: Sequence[dict[str, int]]) -> dict[str, Any]:
-        """Return the index entries that are known before any tensor is written. ``marks``: for each rank, the checksums
-        of the tensors that checkpoints leave out."""
+        """Return the index entries that are known before any tensor is written.
+
+        ``marks`` holds, for each rank, the checksums of the tensors that checkpoints leave out.
+        """
         return {
             "step": step,
             **self._identity,

@@ -18,7 +18,10 @@ from parallax.runtime.stage import Stage
 
 
 def groups_of(directory: Path, nodes: Nodes) -> DirectoryGroups:
-    """Return the groups of nodes that share ``directory``. All ranks call it."""
+    """Return the groups of ranks that share ``directory`` or, if rank 0 does not find it, its nearest existing parent.
+
+    All ranks call this function.
+    """
     # A relative directory stays relative: nodes may start in different working directories.
     nearest = broadcast_result(
         lambda: next(folder for folder in (directory, *directory.parents) if folder.is_dir())
@@ -35,8 +38,10 @@ def open_checkpoint(
     *,
     averaged: bool = False,
 ) -> CheckpointReader:
-    """Return the reader of a checkpoint, after every rank has checked the tensors that its ``stage`` needs. All ranks
-    call it. ``averaged``: if a weight has an average, the reader reads that instead."""
+    """Return the reader of a checkpoint, after every rank has checked the tensors that its ``stage`` needs.
+
+    All ranks call this function. If ``averaged`` is True, the reader returns the averages of weights that have one.
+    """
     left_out, names = chain.left_out, saved_tensors(chain, stage)
     collect(directory, names, groups)
 
@@ -71,8 +76,11 @@ def saved_tensors(chain: Chain, stage: Stage) -> dict[str, Tensor]:
 
 
 def _loaded(chain: Chain, stage: Stage, held: HeldMasters) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (name, tensor, new value) for the stage's tensors that the checkpoint holds. An offloaded block is written
-    as a whole, so its other tensors are also yielded, with their present values."""
+    """Yield (name, tensor, new value) for the stage's tensors that the checkpoint holds.
+
+    An offloaded block is written as a whole. So its tensors that the checkpoint leaves out are yielded too, with their
+    present values.
+    """
     if not chain.left_out:
         for name, tensor in stage.named_tensors().items():
             yield name, tensor, held.weight(name, tensor).to(tensor.dtype)
@@ -85,7 +93,7 @@ def _loaded(chain: Chain, stage: Stage, held: HeldMasters) -> Iterator[tuple[str
 
 
 def _marks(chain: Chain, stage: Stage) -> dict[str, int]:
-    """Return name → checksum of the stage's parameters that checkpoints leave out."""
+    """Return the checksums of the stage's parameters that checkpoints leave out, by name."""
     if not chain.left_out:
         return {}
     return {n: mark(value) for n, _, value in stage.values() if n in chain.left_out}

@@ -35,7 +35,7 @@ _ACCEPTED = (
 
 
 def state_text(state: Any) -> str:
-    """Return ``state`` as JSON, from which :func:`thaw` restores an equal one. Raises :class:`CheckpointError` for
+    """Return ``state`` as JSON, from which :func:`thaw` restores an equal state. Raises :class:`CheckpointError` for
     values that cannot be saved."""
     try:
         text = json.dumps(_plain(state, ""))
@@ -96,8 +96,10 @@ def _plain(value: Any, place: str) -> Any:
 
 
 def _is_short(numbers: list[Any]) -> bool:
-    """Whether ``numbers`` holds only 64-bit integers, as the order of rows does, so that no value needs a check of its
-    own."""
+    """Whether ``numbers`` holds only 64-bit integers, as a list with the order of rows does.
+
+    Such a list is written as it is, without a check of each number.
+    """
     return (
         all(type(number) is int for number in numbers)
         and max(numbers, default=0) < 2**63

@@ -73,7 +73,7 @@ def begin(partial: Path) -> None:
 
 
 def finish(partial: Path, index: dict[str, Any]) -> None:
-    """Write ``index`` and rename the folder to its final name. It replaces a checkpoint of the same step."""
+    """Write ``index`` and rename the folder to its final name. A checkpoint of the same step is replaced."""
     path = partial / INDEX
     entries = {"version": VERSION, **index}
     text = json.dumps({SEAL: seal(entries), **entries}, indent=1)
@@ -89,7 +89,7 @@ def finish(partial: Path, index: dict[str, Any]) -> None:
 
 
 def give_name(partial: Path) -> None:
-    """Rename the complete folder ``partial`` to its final name. It replaces a checkpoint of the same step."""
+    """Rename the complete folder ``partial`` to its final name. A checkpoint of the same step is replaced."""
     name = partial.name.removeprefix(_PARTIAL)
     final, replaced = partial.parent / name, partial.parent / f"{_REPLACED}{name}"
     sync(partial)

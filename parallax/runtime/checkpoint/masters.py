@@ -1,14 +1,14 @@
 """Convert the tensors of a checkpoint to the number format of the run that resumes.
 
-An optimizer updates weights in full precision. If the weights have two bytes, it updates fp32 copies, the master
-weights. A checkpoint holds the full-precision values, as weights or as masters, so a run can resume in another format::
+An optimizer updates weights in full precision. For weights of two bytes, it updates fp32 copies, called master weights.
+A checkpoint holds the full-precision values, either as weights or as masters. So a run can resume in another format::
 
     saved in     resumed in     weight                       master
     fp32         bf16, fp16     the weight, rounded          the weight
-    bf16, fp16   fp32           the master                   (none: the weight is it)
+    bf16, fp16   fp32           the master                   none: fp32 weights need no master
     bf16         fp16           the master, rounded          the master
 
-Untrained weights and buffers have no masters. A narrower format rounds them, and a wider one leaves them unchanged.
+Untrained weights and buffers have no masters. They are rounded to a narrower format, and are unchanged in a wider one.
 """
 
 from __future__ import annotations
@@ -30,8 +30,12 @@ class HeldMasters:
         self._reader = reader
 
     def check(self, names: dict[str, Tensor]) -> None:
-        """Check all tensors that a rank needs, so that errors appear before anything is changed. ``names``: the rank's
-        own tensors by name. No tensor of the checkpoint stays in memory."""
+        """Raise :class:`CheckpointError` unless the checkpoint has undamaged values for ``names`` that this run can
+        convert.
+
+        ``names`` maps the names of all tensors that this rank needs to its own tensors. The check comes before anything
+        is changed, and keeps no tensor of the checkpoint in memory.
+        """
         self._reader.check(names)
         held = self._reader.model_tensors()
         for name, mine in names.items():

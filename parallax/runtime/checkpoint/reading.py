@@ -23,7 +23,10 @@ from parallax.swap.optimizer.averaging import AVERAGE
 
 class CheckpointReader:
     """Reads tensors of a checkpoint by name, from any of its files. A whole file is verified before its first tensor is
-    returned. ``averaged``: if a model tensor has an average, read that instead."""
+    returned.
+
+    If ``averaged`` is True, :meth:`read` returns the average of a model tensor if the checkpoint has one.
+    """
 
     def __init__(self, directory: Path, *, averaged: bool = False) -> None:
         self.directory, self.averaged = directory, averaged
@@ -58,9 +61,11 @@ class CheckpointReader:
     def check_names(
         self, expected: Iterable[str], fingerprint: str, structure: str = "", dtype: str = ""
     ) -> None:
-        """Raise :class:`CheckpointError` if the checkpoint is of another model: its names differ from ``expected``, or
-        its fingerprint differs. A difference in number format alone (``dtype``) is accepted if ``structure`` is
-        equal."""
+        """Raise :class:`CheckpointError` if the checkpoint is of another model.
+
+        It is of another model if its names differ from ``expected``, or if its fingerprint differs. A difference in
+        number format alone (``dtype``) is accepted if ``structure`` is equal.
+        """
         wanted = set(expected)
         found = {
             name.removeprefix("model/") for name in self._checksums if name.startswith("model/")
@@ -82,8 +87,11 @@ class CheckpointReader:
 
     def check_base(self, base: str, marks: dict[str, int], dtype: str = "") -> None:
         """Raise :class:`CheckpointError` if the checkpoint's adapters were trained on another base model than this
-        run's. ``base``: the name of this run's base. ``marks``: the checksums of its tensors. ``dtype``: its number
-        format; the same base in another number format counts as another base."""
+        run's.
+
+        ``base`` is the name of this run's base model, ``marks`` are the checksums of its tensors, and ``dtype`` is its
+        number format. The same base model in another number format counts as another base model.
+        """
         if marks and self._dtype not in ("", dtype):
             raise CheckpointError(
                 f"{self.directory} was trained on a base in {printable(self._dtype)}, which it does not hold, and "
@@ -112,14 +120,16 @@ class CheckpointReader:
             )
 
     def held(self) -> dict[str, Tensor]:
-        """Return full name → tensor without values, for all tensors of the checkpoint."""
+        """Return the shape and type of each tensor of the checkpoint: a dict from full names to tensors without
+        values."""
         held: dict[str, Tensor] = {}
         for file in {id(file): file for _, file in self._where.values()}.values():
             held |= held_in(file)
         return held
 
     def model_tensors(self) -> dict[str, Tensor]:
-        """Return name → tensor without values, for the model's tensors, under the model's own names."""
+        """Return the shape and type of each of the model's tensors: a dict from names in the model to tensors without
+        values."""
         return {
             name.removeprefix("model/"): tensor
             for name, tensor in self.held().items()
@@ -167,17 +177,17 @@ class CheckpointReader:
             self._verified.add(path)
 
     def elsewhere(self) -> dict[str, str]:
-        """Return tensor name → the node that saved it, for the tensors that this node does not have."""
+        """Return a dict from the name of each tensor that this node does not have to the node that saved it."""
         return {name: node for name, node in self._nodes.items() if name not in self._where}
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """Return the full names of tensors that belong to the parameters ``names`` and are in the checkpoint, but not
-        on this node."""
+        """Return the full names of the tensors of the parameters ``names`` that are in the checkpoint, but not on this
+        node."""
         wanted = [f"{kind}/{name}" for name in names for kind in ("model", *self._optimizer)]
         return [each for each in wanted if each in self._checksums and each not in self._where]
 
     def files(self) -> dict[str, str]:
-        """Return tensor name → file, for the tensors on this node."""
+        """Return a dict from the name of each tensor on this node to the name of its file."""
         return {name: path.name for name, (path, _) in self._where.items()}
 
     def check_whole(self) -> None:
@@ -196,8 +206,12 @@ class CheckpointReader:
         )
 
     def check(self, names: dict[str, Tensor]) -> None:
-        """Check all tensors that a rank needs, so that errors appear before anything is changed. ``names``: the rank's
-        own tensors by name. No tensor of the checkpoint stays in memory."""
+        """Raise :class:`CheckpointError` unless the checkpoint has undamaged values and states of the right shapes for
+        ``names``.
+
+        ``names`` maps the names of all tensors that this rank needs to its own tensors. The check comes before anything
+        is changed, and keeps no tensor of the checkpoint in memory.
+        """
         for name, mine in names.items():
             _, file = self._find(f"model/{name}")
             was, due = list(file.get_slice(f"model/{name}").get_shape()), list(mine.shape)

@@ -24,9 +24,11 @@ class Retention:
     higher: bool = False
 
     def superseded(self, held: Mapping[int, float | None], step: int) -> list[int]:
-        """Return the steps whose checkpoints may be removed once the checkpoint of ``step`` is complete. ``held``: step
-        → metric (or None) of the existing checkpoints. Checkpoints after ``step`` are ignored: the run resumed from an
-        earlier one."""
+        """Return the steps whose checkpoints may be removed once the checkpoint of ``step`` is complete.
+
+        ``held`` maps the step of each existing checkpoint to its metric, or to None. Checkpoints after ``step`` are
+        ignored. They exist if the run has resumed from an earlier checkpoint.
+        """
         steps = sorted(each for each in held if each <= step)
         if not self.keep_last:
             return []

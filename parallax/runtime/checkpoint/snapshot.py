@@ -1,8 +1,8 @@
 """Host memory for the copies of a checkpoint's tensors, until they are written.
 
 Training resumes when all tensors are copied. A thread writes the copies and releases their memory. If the memory holds
-all tensors of a rank, training waits only for the copies. Otherwise it also waits for writes; with a single buffer, for
-nearly all of them::
+all tensors of a rank, training waits only for the copies. Otherwise it also waits for writes. With a single buffer, it
+waits for nearly all writes::
 
     main     copy A ─▶ copy B ─▶ copy C (into A's buffer, where there is memory for two) ─▶ step …
     thread             write A ─────▶ write B ─▶ write C
@@ -37,7 +37,7 @@ class SnapshotMemory:
         return sum(each.data.numel() for each in (*self._free, *self._acquired.values()))
 
     def acquire(self, size: int) -> Tensor:
-        """Return a buffer of ``size`` bytes; if memory is short, wait until another buffer is released."""
+        """Return a buffer of ``size`` bytes. If memory is short, wait until another thread releases a buffer."""
         with self._changed:
             while (found := self._find(size)) is None:
                 self._changed.wait()
@@ -45,7 +45,7 @@ class SnapshotMemory:
             return found.data
 
     def release(self, data: Tensor) -> None:
-        """Return a buffer from :meth:`acquire`, whose content has been written."""
+        """Make the buffer ``data`` free again. It came from :meth:`acquire`, and its content has been written."""
         with self._changed:
             self._free.append(self._acquired.pop(data.data_ptr()))
             self._changed.notify_all()
@@ -56,8 +56,10 @@ class SnapshotMemory:
             self._free.pop().close()
 
     def _find(self, size: int) -> Arena | None:
-        """Return a free or a new buffer of ``size`` bytes. Return None if a new one would exceed the limit; the caller
-        then waits for another buffer's release."""
+        """Return a free or a new buffer of ``size`` bytes.
+
+        Return None if a new buffer would exceed the limit. The caller then waits until a buffer is released.
+        """
         for index, free in enumerate(self._free):
             if free.data.numel() == size:
                 return self._free.pop(index)
@@ -68,7 +70,8 @@ class SnapshotMemory:
         return None
 
     def _make(self, size: int) -> Arena | None:
-        """Return a new buffer. Return None if memory is short; the caller then waits for another buffer's release."""
+        """Return a new buffer, or None if the system has too little memory. The caller then waits until a buffer is
+        released."""
         try:
             return self._arena(size)
         except (RuntimeError, MemoryError, SwapError) as error:

@@ -1,4 +1,5 @@
-"""Writes tensors into the files of a checkpoint: the main thread copies them, another thread writes them.
+"""Writes tensors into the files of a checkpoint: the main thread copies the tensors, and another thread writes the
+copies.
 
 The tensors of a file are collected in one buffer of :class:`~.snapshot.SnapshotMemory`. The thread reads the buffer
 once to compute the tensors' checksums and the file's digest and to write the file.
@@ -58,9 +59,11 @@ def contents_of(parts: Iterable[WrittenParts]) -> dict[str, Any]:
 
 
 class PartWriter:
-    """Writes one rank's tensors into files in ``folder``, named after ``part``. ``part_bytes``: the approximate size of
-    a file, and of the buffer in ``memory`` that collects it. ``expected_bytes``: the approximate size of all
-    tensors."""
+    """Writes one rank's tensors into files in ``folder``, whose names begin with ``part``.
+
+    ``part_bytes`` is the approximate size of a file. The tensors of a file are collected in a buffer of this size in
+    ``memory``. ``expected_bytes`` is the approximate size of all tensors of the rank.
+    """
 
     def __init__(
         self,

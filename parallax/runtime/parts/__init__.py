@@ -1,2 +1,4 @@
-"""Checkpoints whose files are spread over several nodes: which are complete, which files must be copied, and which
-start of a run may save."""
+"""Checkpoints whose files are spread over several nodes.
+
+The modules find the complete checkpoints, copy missing files between nodes, and decide which start of a run may save.
+"""

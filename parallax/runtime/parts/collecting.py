@@ -1,8 +1,8 @@
 """Copy to this node the files of a checkpoint that its ranks need and that are on another node.
 
-Nodes without a shared directory each have the files of their own ranks. A run that resumes may need more files: of a
-parameter that two stages share, of optimizer states that one replica holds for all replicas, or of ranks that have
-moved to another node. The files are copied over the network into the node's own folder::
+Nodes without a shared directory each have the files of their own ranks. A run that resumes may need more files: those
+with a parameter that two stages share, with optimizer states that one replica holds for all replicas, or with tensors
+of ranks that have moved to another node. The files are copied over the network into the node's own folder::
 
     node a    stage-00 ──copied, where a rank of node b needs a tensor of it──> node b    stage-00, stage-01
 """
@@ -33,8 +33,11 @@ _Done = TypeVar("_Done")
 
 
 def collect(directory: Path, names: Iterable[str], groups: DirectoryGroups) -> None:
-    """Copy the files that this rank needs and its node lacks, for the tensors of the parameters ``names``. Every rank
-    of torch's default group calls it. Tensors that no node has stay missing."""
+    """Copy to this node the files that it lacks and that hold tensors of the parameters ``names``, which this rank
+    needs.
+
+    Every rank of torch's default group calls this function. Tensors that no node has stay missing.
+    """
     if groups.shared:
         return
     lacking, files = zip(
@@ -56,8 +59,10 @@ def collect(directory: Path, names: Iterable[str], groups: DirectoryGroups) -> N
 def _search(
     reader: CheckpointReader, names: Iterable[str], groups: DirectoryGroups
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the full names of the tensors that this node lacks. On the leader of the node, also return tensor name →
-    file for the tensors that the node has; on other ranks, an empty mapping."""
+    """Return the full names of the tensors that this node lacks, and the file of each tensor that it has.
+
+    The files are returned on the leader of the node only; on other ranks the mapping is empty.
+    """
     return reader.missing(names), reader.files() if groups.leads else {}
 
 

@@ -1,8 +1,9 @@
 """Fencing: only the latest start of a run may complete a checkpoint.
 
-A run may be started again while ranks of an earlier start are still alive, cut off by a network partition or stopped
-for a while. If these ranks continue, they must not overwrite the newer checkpoints. So every start writes its own
-fencing token into the folder of the checkpoints, and a start that finds a later token there completes no checkpoint.
+A run may be started again while ranks of an earlier start are still alive, because a network partition separates them
+or because they were stopped for a while. If these ranks continue, they must not overwrite the newer checkpoints. So
+every start writes its own fencing token into the folder of the checkpoints, and a start that finds a later token there
+completes no checkpoint.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ class Fence:
         return cls(secrets.token_hex(16), max(time.time(), _time_of(_read(directory)) + 1.0))
 
     def hold(self, directory: Path) -> None:
-        """Write the token into ``directory``, if that exists. Raises :class:`LaterStartError` if it contains the token
-        of a later start."""
+        """Write the token into ``directory``; a no-op if ``directory`` does not exist.
+
+        Raises :class:`LaterStartError` if ``directory`` contains the token of a later start.
+        """
         found = _read(directory)
         if found.get("token") == self.token or not directory.is_dir():
             return

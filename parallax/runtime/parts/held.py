@@ -1,4 +1,5 @@
-"""Find complete checkpoints if the nodes share no folder: those of which the present nodes together have all parts.
+"""Find complete checkpoints if the nodes share no folder. A checkpoint is complete if the present nodes together have
+all its parts.
 
 A node may be lost together with its files, may have come back with old files, or may be new to the run::
 
@@ -6,8 +7,8 @@ A node may be lost together with its files, may have come back with old files, o
     node c    has just joined                                          step 20: whole; c gets its index, and the
                                                                        files that its ranks need when it is loaded
 
-If a run was started twice, checkpoints of the later start are preferred, even those with fewer steps: the earlier start
-may have trained alone behind a network partition.
+If a run was started twice, checkpoints of the later start are preferred, even those with fewer steps, because the
+earlier start may have trained alone behind a network partition.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ from parallax.runtime.checkpoint.folder import INDEX
 
 @dataclass(frozen=True, slots=True)
 class HeldParts:
-    """A node's part of a checkpoint. ``absent``: name of each tensor that is not on this node → the node that saved it.
-    ``started``: the time of the start that saved the checkpoint."""
+    """A node's part of a checkpoint.
+
+    ``absent`` maps the name of each tensor that is not on this node to the node that saved it. ``started`` is the time
+    of the start that saved the checkpoint.
+    """
 
     digest: str
     started: float
@@ -36,8 +40,11 @@ class HeldParts:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """A complete checkpoint. ``name``: the name of its folder. ``started``: the time of the start that saved it.
-    ``holders``: the ranks whose node has its index file."""
+    """A complete checkpoint.
+
+    ``name`` is the name of its folder, and ``started`` the time of the start of the run that saved the checkpoint.
+    ``holders`` are the ranks whose node has its index file.
+    """
 
     name: str
     started: float
@@ -47,8 +54,10 @@ class Together:
 def whole_checkpoints(
     directory: Path, groups: DirectoryGroups, nodes: Nodes
 ) -> tuple[list[Together], list[str]]:
-    """Return the complete checkpoints in ``directory`` over all nodes, and messages about the incomplete ones. Nodes
-    that lack the index of a complete checkpoint get it. Every rank of torch's default group calls it."""
+    """Return the checkpoints in ``directory`` that are complete over all nodes, and messages about the incomplete ones.
+
+    Nodes that lack the index of a complete checkpoint get it. Every rank of torch's default group calls this function.
+    """
     found = all_gather_result(lambda: _held(directory, nodes) if groups.leads else ({}, []))
     damaged = [line for _, lines in found for line in lines]
     whole, lost = _complete_checkpoints([held for held, _ in found])
@@ -64,7 +73,7 @@ def whole_checkpoints(
 
 
 def _held(directory: Path, nodes: Nodes) -> tuple[dict[str, HeldParts], list[str]]:
-    """Return checkpoint name → this node's part of it, and messages about damaged parts."""
+    """Return a dict from the name of each checkpoint to this node's part of it, and messages about damaged parts."""
     held, damaged = dict[str, HeldParts](), list[str]()
     # A folder without its index is reported as damaged.
     named = {path for path in directory.glob("step-*") if step_of(path) is not None}
