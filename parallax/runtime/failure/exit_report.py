@@ -58,10 +58,10 @@ _MISTAKES = (
 
 
 def report_and_exit(error: BaseException, watch: Watch | None = None) -> NoReturn:
-    """Report ``error``, once for the run, and end the process of this rank.
+    """Report ``error`` and end the process of this rank. Only one rank reports for the whole run.
 
-    A broken connection is not a cause: the other ranks soon find the rank that broke it, and the watch then ends this
-    process. Without a watch yet, the first failed rank of each host reports.
+    An error of a broken connection is only a consequence of another rank's end. The watch soon finds that rank and then
+    ends this process. If ``watch`` is None, the rank has no watch yet, and the first failed rank of each host reports.
     """
     # Raised by the model itself, or before there was a watch, which handles Ctrl-C.
     if isinstance(error, KeyboardInterrupt):
@@ -93,8 +93,8 @@ def report_and_exit(error: BaseException, watch: Watch | None = None) -> NoRetur
 def exit_process(code: int) -> NoReturn:
     """End the process of a rank, after it has closed its resources, with exit code ``code``.
 
-    The interpreter is not finalized: it would end library threads that wait for the GIL inside C++ code, which
-    occasionally calls abort.
+    The interpreter is not finalized. Finalization would end library threads that wait for the GIL inside C++ code,
+    which occasionally calls abort.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -104,7 +104,7 @@ def exit_process(code: int) -> NoReturn:
 
 
 def send_report(report: FailureReport) -> None:
-    """Report why the run ended: to Parallax's launcher, which completes and prints the report, or else to this rank's
+    """Report why the run ended, either to Parallax's launcher, which completes and prints the report, or to this rank's
     stderr.
 
     The text bypasses Python's buffers, because the main thread may hold their locks forever.
@@ -131,7 +131,7 @@ def heartbeat_for_launcher() -> Heartbeat:
 
 
 def read_exit_report(file: Path) -> FailureReport | None:
-    """Return the report that the ranks wrote; None if no rank could."""
+    """Return the report that a rank has written to ``file``; None if there is no readable report."""
     try:
         return FailureReport.from_dict(read_json(file, SMALL_BYTES))
     except (OSError, ValueError, TypeError, KeyError):
@@ -145,8 +145,11 @@ def follows(error: BaseException) -> bool:
 
 def may_pass(error: BaseException) -> bool:
     """Return whether another attempt may succeed after ``error``, because a disk, a network or a device may be
-    available again. Errors that would repeat are Python's exceptions for programming errors, invalid input, non-finite
-    numbers, and a call of exit."""
+    available again.
+
+    The result is False for errors that would repeat: Python's exceptions for programming errors, invalid input,
+    non-finite numbers, and a call of ``exit``.
+    """
     if isinstance(error, ParallaxError):
         return error.may_pass
     if type(error) is RuntimeError and _TORCH_MISTAKES.search(str(error)):

@@ -133,9 +133,11 @@ class Heartbeats:
         return [rank for rank in ranks if _file(self._folder, rank).exists()]
 
     def have_stopped(self) -> bool:
-        """Return whether the launcher must kill the ranks because none responds. A rank does not respond if it has been
-        silent for longer than its limit, or if it cannot save in time after a request to end. Call this several times a
-        second."""
+        """Return whether the launcher must kill the ranks, because no rank responds. Call this several times a second.
+
+        A rank does not respond if it has been silent for longer than its limit, or if it cannot save in time after a
+        request to end.
+        """
         gap = time.monotonic() - self._read_at
         if gap >= _READ_SECONDS:
             self._read_at += gap

@@ -59,8 +59,11 @@ class PeerLink:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """Yield the received messages. Call it when the socket is readable. Raises ConnectionError if the peer has
-        closed the connection, and :class:`UnreachableError` if the network does not reach it."""
+        """Yield the received messages. Call this method when the socket is readable.
+
+        Raises ConnectionError if the peer has closed the connection, and :class:`UnreachableError` if the network no
+        longer reaches the peer.
+        """
         try:
             part = self.socket.recv(_LONGEST_LINE)
         except OSError as error:
@@ -95,8 +98,8 @@ class PeerLink:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The result of connecting the ranks: the process id, host and host name of every rank, and the links of this
-    rank."""
+    """The result of connecting the ranks: the process id, the host and the node name of every rank, and the links of
+    this rank."""
 
     rank: int
     pids: tuple[int, ...]
@@ -106,7 +109,7 @@ class Meeting:
 
 
 def meet() -> Meeting:
-    """Connect rank 0 with all other ranks of torch's default group. Every rank calls it."""
+    """Connect rank 0 with all other ranks of torch's default group. Every rank calls this function."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Meeting(0, (os.getpid(),), (host_identity(),), (node_name(),), {})
     rank, size = rank_and_size()
@@ -131,9 +134,13 @@ def meet() -> Meeting:
 
 
 def addresses(one_host: bool) -> list[str]:
-    """Return the addresses at which other hosts may reach this one, best first. They are those of the first existing
-    interface that torch is configured to use; without such a setting, of all interfaces that are up. The loopback
-    address comes last, because containers may share it. ``one_host``: all ranks are on this host."""
+    """Return the addresses at which other hosts may reach this host, best first.
+
+    If torch is configured to use certain interfaces, the result is one address of the first of them that exists.
+    Otherwise the result has the addresses of all interfaces that are up. Loopback addresses come last, because
+    containers may share them. ``one_host`` is True if all ranks are on this host; then the result is the loopback
+    address.
+    """
     if one_host:
         return ["127.0.0.1"]
     configured = [
@@ -179,7 +186,7 @@ def listen_at(where: list[str]) -> socket.socket:
 
 
 def reach(hosts: list[str], port: int, token: str, rank: int) -> PeerLink:
-    """Connect to rank 0 at the first of ``hosts`` that answers with ``token``."""
+    """Connect to rank 0 at the first of ``hosts`` that accepts ``token``."""
     refused: list[str] = []
     for host in hosts:
         try:
@@ -224,7 +231,8 @@ def welcome(listener: socket.socket, token: str, count: int) -> dict[int, PeerLi
 
 
 def _first_message(link: PeerLink, patience_seconds: float) -> dict[str, Any]:
-    """Return the first message of a new connection; an empty one if none arrives in time or if it is malformed."""
+    """Return the first message of a new connection. The result is an empty dict if no message arrives in time or if the
+    message is malformed."""
     end = time.monotonic() + patience_seconds
     while time.monotonic() < end:
         try:

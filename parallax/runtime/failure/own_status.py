@@ -45,8 +45,11 @@ class BesideSteps:
 
 
 class OwnStatus:
-    """The current activity of this rank. During a step it is the action that the main thread runs. Between steps it is
-    a named phase, such as loading data, and whether the rank makes progress. ``steps`` counts the observed steps."""
+    """The current activity of this rank.
+
+    During a step, the activity is the action that the main thread runs. Between steps, it is a named phase, such as
+    loading data, with the time since the last sign of progress. ``steps`` holds the indices of the observed steps.
+    """
 
     def __init__(self) -> None:
         self.steps: set[int] = set()
@@ -64,8 +67,10 @@ class OwnStatus:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Give the main thread's activity in this context a name, for use outside of steps. The name must complete the
-        sentence "the rank has been …"."""
+        """Name the main thread's activity inside this context. The name is used outside of steps.
+
+        It must complete the sentence "the rank has been …".
+        """
         before, self._phase = self._phase, (name,)
         try:
             yield

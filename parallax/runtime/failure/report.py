@@ -25,9 +25,16 @@ _BEFORE_STEPS = (
 
 
 class FailureKind(StrEnum):
-    """How a rank failed: it raised an exception; its process ended without a report; its host is unreachable; it stays
-    in one action; it does not answer; it was stopped on purpose; or it was requested to end and could not save in
-    time."""
+    """How a rank failed.
+
+    ``RAISED``       it raised an exception
+    ``LOST``         its process ended without a report
+    ``PARTITIONED``  its host is unreachable
+    ``HANGS``        it stays in one action or one phase
+    ``SILENT``       it does not answer
+    ``STOPPED``      it was stopped on purpose
+    ``OVERDUE``      it was requested to end and could not save in time
+    """
 
     RAISED = "raised"
     LOST = "lost"
@@ -96,11 +103,12 @@ class RankStatus:
 class FailureReport:
     """Why the run ends.
 
-    ``who``       the name of the rank; ``what``: its failure; ``remark``: a remedy
+    ``rank``      the rank that failed, and ``how`` it failed
+    ``who``       the name of the rank in messages; ``what``: its failure; ``remark``: a remedy
     ``code``      the exit code of all ranks
-    ``speaker``   the rank that prints the report if the failed rank cannot; -1: the first rank of each host
-    ``may_pass``  another attempt may succeed
-    ``saved``     no progress is lost
+    ``speaker``   the rank that prints the report if the failed rank cannot; -1: the first rank of each host prints it
+    ``may_pass``  whether another attempt may succeed
+    ``saved``     whether all progress was saved
     """
 
     rank: int
@@ -128,8 +136,11 @@ class FailureReport:
 
 
 def name(rank: int, place: Coordinate | None, action: Action | None = None, node: str = "") -> str:
-    """Return a rank's name for messages. ``place``: its coordinate; None before there is a plan. ``action``: determines
-    which of the rank's stages is named. ``node``: given if there are several nodes."""
+    """Return a rank's name for messages.
+
+    ``place`` is the rank's coordinate; None before there is a plan. ``action`` selects the stage that is named, because
+    a rank may have several stages. ``node`` is the rank's node, or "" if there is only one node.
+    """
     on = f" on {printable(node)}" if node else ""
     if place is None:
         return f"rank {rank}{on}"
@@ -138,9 +149,12 @@ def name(rank: int, place: Coordinate | None, action: Action | None = None, node
 
 
 def speaker(report: FailureReport, hosts: Sequence[str], present: Sequence[int]) -> int:
-    """Return the rank that prints ``report``: the failed rank if it can. Otherwise it is the first other rank on the
-    same host that is among the ``present`` ranks, or else the first of these. Return -1, the first rank of each host,
-    if hosts cannot reach each other."""
+    """Return the rank that prints ``report``: the failed rank if it still can.
+
+    Otherwise the result is another rank among the ``present`` ranks: the first on the host of the failed rank or, if
+    there is none, the first of all. The result is -1, which means the first rank of each host, if hosts cannot reach
+    each other.
+    """
     if report.how not in _CANNOT_REPORT:
         return report.rank
     if report.how is FailureKind.PARTITIONED:
@@ -153,8 +167,11 @@ def speaker(report: FailureReport, hosts: Sequence[str], present: Sequence[int])
 
 
 def speaks(report: FailureReport, rank: int, hosts: Sequence[str]) -> bool:
-    """Return whether ``rank`` prints the report. If no rank could be chosen, because rank 0 has ended or hosts cannot
-    reach each other, the first rank of each host prints it."""
+    """Return whether ``rank`` prints the report.
+
+    No rank could be chosen if rank 0 has ended or if hosts cannot reach each other. Then the first rank of each host
+    prints the report.
+    """
     if report.how not in _CANNOT_REPORT:
         return report.rank == rank
     if report.speaker >= 0:
@@ -169,13 +186,14 @@ def root_cause(
     """Return the rank that keeps the others from making progress, and how it failed; None while any rank makes
     progress.
 
-    A silent rank explains all other waits, so it comes first; then comes a rank that computes for too long. Waiting
-    alone is no failure: in a deep pipeline a rank may wait longer than any action lasts. Only if every rank has stayed
-    in its action for longer than the limit, and some of them within a step, one of them is the cause: a rank outside of
-    the step, or else the rank with the least progress.
+    A silent rank explains all other waits, so silent ranks are considered first. Then come ranks that have computed for
+    longer than the limit. Waiting alone is no failure: in a deep pipeline a rank may wait longer than any action lasts.
+    Waiting counts only if all ranks have stayed in their actions for longer than the limit. Then the cause is a rank
+    that is not within a step while others are or, if all are within a step, the rank with the least progress.
 
     Outside of steps a phase may last any time. A rank is the cause if no rank shows a sign of life, or if its phase has
-    lasted longer than ``phase_seconds`` (0: never); but not while it waits for others.
+    lasted longer than ``phase_seconds`` (0: no limit). Ranks that wait for others are considered only if all ranks
+    wait.
     """
     ranks = range(len(seen))
     silent = [
@@ -226,8 +244,10 @@ def complaint(
     limit_seconds: float,
     phase_seconds: float = 0.0,
 ) -> tuple[str, str]:
-    """Return ``what`` and ``remark`` of a :class:`FailureReport`: the failure of ``rank``, and the actions in which
-    other ranks wait."""
+    """Return ``what`` and ``remark`` of a :class:`FailureReport`.
+
+    They describe the failure of ``rank``, one other rank that waits, and the exceeded limit.
+    """
     found = seen[rank]
     waiting = [
         f"rank {r} waits in {each}" for r, each in enumerate(seen) if r != rank and each.action
@@ -246,8 +266,10 @@ def complaint(
 
 
 def overdue(rank: int, number: int, grace_seconds: float, what: str) -> FailureReport:
-    """Return the report of a rank that was requested to end by signal ``number`` and has not saved in time. ``what``:
-    the rank's activity."""
+    """Return the report of a rank that was requested to end by signal ``number`` and has not saved in time.
+
+    ``what`` is the rank's activity.
+    """
     return FailureReport(
         rank,
         FailureKind.OVERDUE,

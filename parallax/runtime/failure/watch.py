@@ -1,18 +1,18 @@
 """Each rank's watch: a thread that notices at once if another rank fails. Exactly one rank then reports which rank
 failed, and why.
 
-Ranks wait for each other in calls of torch and of its backends, which notice the end of a peer only after the timeout
-of a process group, ten minutes and more. So each rank has a thread that only listens. It is connected with the thread
-of rank 0, which decides::
+Ranks wait for each other in calls of torch and of its backends. These calls notice the end of a peer only after the
+timeout of a process group, which is ten minutes or more. So each rank has a thread that only listens. This thread is
+connected with the thread of rank 0, which decides::
 
     rank 1    receive_gradient of micro-batch 0, for 61 s ─┐
     rank 2    failed: RuntimeError ...                     ├─> rank 0 ──> report ──> every rank ends
     rank 3    its connection ends ─────────────────────────┘
 
 A rank sends a message about an exception. A process that ends closes its connection. A hang is found from the ranks'
-current actions, which the threads read from the engine. The failed rank prints the report, or another rank if it
-cannot. Then each thread ends its process, because nothing in torch interrupts the call that the main thread may be in
-(``ProcessGroup.abort`` returns at once and a gloo receive continues). No cleanup is needed, because swap files have no
+current actions, which the threads read from the engine. The failed rank prints the report; if it cannot, another rank
+does. Then each thread ends its process, because nothing in torch interrupts the call that the main thread may be in
+(``ProcessGroup.abort`` returns at once, but a gloo receive continues). No cleanup is needed, because swap files have no
 name and checkpoints appear by renaming.
 """
 
@@ -68,10 +68,13 @@ _FOLLOW_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class HangLimits:
-    """Time limits after which a rank counts as hanging. ``seconds``: in one action, without an answer, or outside of
-    steps without a sign of life. ``phase_seconds``: in one phase. ``grace_seconds``: to save after a request to end,
-    such as SIGTERM. 0 sets no limit. The first ``patient_steps`` steps compile, and may last as long as a phase. The
-    stacks of a rank that hangs are written to ``directory``."""
+    """Time limits after which a rank counts as hanging. A limit of 0 means no limit.
+
+    ``seconds`` limits the time in one action, the time without a message from the rank, and, outside of steps, the time
+    without a sign of life. ``phase_seconds`` limits one phase. ``grace_seconds`` limits saving after a request to end,
+    such as SIGTERM. The first ``patient_steps`` steps compile, and may last as long as a phase. The stacks of a rank
+    that hangs are written to ``directory``.
+    """
 
     seconds: float = 0.0
     phase_seconds: float = 0.0
@@ -80,7 +83,7 @@ class HangLimits:
     directory: Path | None = None
 
     def after(self, steps: int) -> float:
-        """Return the time limit of an action when ``steps`` steps have begun."""
+        """Return the time limit of an action in seconds, given that ``steps`` steps have begun."""
         if 0 < steps <= self.patient_steps:
             return max(self.seconds, self.phase_seconds or float("inf"))
         return self.seconds
@@ -121,9 +124,12 @@ class Watch:
 
     @classmethod
     def start(cls, say: Callable[[FailureReport], None], heartbeat: Heartbeat) -> Watch:
-        """Start to watch. The main thread of every rank calls it, after torch.distributed is initialised, if it is
-        used. ``say`` is called on the rank that prints the report, from any thread. ``heartbeat`` shows the launcher
-        that this rank is alive."""
+        """Start to watch. The main thread of every rank calls this method. If torch.distributed is used, it must be
+        initialised before.
+
+        ``say`` is called on the rank that prints the report, from any thread. ``heartbeat`` shows the launcher that
+        this rank is alive.
+        """
         watch = cls(meet(), say, heartbeat)
         watch._thread.start()
         return watch
@@ -155,13 +161,17 @@ class Watch:
         self._limits = replace(self._limits, patient_steps=patient_steps)
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Give the main thread's activity in this context a name, for use outside of steps. The name must complete the
-        sentence "the rank has been …"."""
+        """Name the main thread's activity inside this context. The name is used outside of steps.
+
+        It must complete the sentence "the rank has been …".
+        """
         return self._own.phase(name)
 
     def serve(self) -> None:
-        """Record that from now on the caller polls :meth:`stop_requested`, and saves before it ends. Before this call,
-        a request to end (such as SIGTERM) ends all ranks at once, since there is nothing to save."""
+        """Record that the caller polls :meth:`stop_requested` from now on, and saves before it ends.
+
+        Before this call, a request to end (such as SIGTERM) ends all ranks at once, since there is nothing to save.
+        """
         self._serving = True
 
     def served(self) -> None:
@@ -297,7 +307,8 @@ class Watch:
             self._find_failure(now)
 
     def _check_beside(self, now: float) -> None:
-        """Report a background activity without a sign of life. The current action does not show such activities."""
+        """Report a background activity that shows no sign of life. The rank's current action does not include such
+        activities."""
         self._own.observe_beside(now)
         beside, limit = self._own.beside, self._limits.seconds
         if beside is None or not 0 < limit < beside.idle_seconds:
