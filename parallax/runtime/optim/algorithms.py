@@ -1,6 +1,6 @@
 """torch's optimizers without the wrappers that import ``torch._compile``; and Lion.
 
-The wrappers exclude optimizers from compilation, and load the compiler for this, which takes a second in every process
+The wrappers exclude optimizers from compilation. For this they load the compiler, which takes a second in every process
 that builds an optimizer. Parallax compiles no optimizer steps, so these classes use the unwrapped functions, which
 torch keeps as ``__wrapped__``.
 """
@@ -70,8 +70,10 @@ class Momentum(SGD):
 
 
 class Lion(Uncompiled):
-    """Evolved sign momentum (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2): one state
-    per parameter, updates of the same magnitude for all weights."""
+    """Evolved sign momentum (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2).
+
+    It has one state per parameter, and its updates have the same magnitude for all weights.
+    """
 
     def __init__(
         self,

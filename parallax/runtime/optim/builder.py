@@ -1,4 +1,4 @@
-"""Builds the optimizers of a run from its settings and the groups of the model's parameters."""
+"""Builds the optimizers of a run from the run's settings and the groups of the model's parameters."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ Named = Mapping[str, nn.Parameter]
 
 
 class OptimizerBuilder:
-    """Builds optimizers of ``config`` for parts of a model. ``groups``: the settings of all parameters, by name. With
-    ``averages`` the optimizers also average the weights (:mod:`parallax.swap.optimizer.averaging`)."""
+    """Builds optimizers of ``config`` for parts of a model.
+
+    ``groups`` are the settings of all parameters, by name. If ``averages`` is True, the optimizers also average the
+    weights (:mod:`parallax.swap.optimizer.averaging`).
+    """
 
     def __init__(
         self,
@@ -58,8 +61,11 @@ class OptimizerBuilder:
         return cls(config, ParameterGroups(config, places), dtype, averages=averages)
 
     def build(self, named: Named) -> Optimizer:
-        """Return the optimizer of those parameters in ``named`` that are trained. If none is trained, the optimizer
-        steps an empty parameter, because torch refuses an empty list."""
+        """Return the optimizer of those parameters in ``named`` that are trained.
+
+        If none is trained, the optimizer steps an empty parameter instead, because torch refuses an empty list of
+        parameters.
+        """
         groups: dict[str, Group] = {}
         for name, parameter in named.items():
             if parameter.requires_grad:
@@ -86,14 +92,17 @@ class OptimizerBuilder:
 
     @property
     def lr(self) -> float:
-        """The learning rate before the schedule's factor: that of the settings, or the highest that a user's function
-        sets."""
+        """The learning rate before the schedule's factor.
+
+        It is the learning rate of the settings. If a user's function builds the optimizer, it is the highest learning
+        rate of any parameter group.
+        """
         own = isinstance(self.config, OptimizerFactory)
         return self.nature.lr if own else self.config.lr
 
     def state_bytes(self, named: Named, *, masters: bool = True) -> int:
-        """Return the bytes of the optimizer states of the parameters ``named``. ``masters``: include the master
-        weights."""
+        """Return the bytes of the optimizer states of the parameters ``named``, with their master weights if
+        ``masters`` is True."""
         return sum(self._bytes_of(name, p, masters) for name, p in named.items() if p.requires_grad)
 
     def largest_ratio(self, blocks: Iterable[Mapping[str, Tensor]]) -> float:

@@ -1,4 +1,4 @@
-"""The settings of an optimizer: the base of the options of ``optimizer=``."""
+"""The settings of an optimizer, with the base class of the options of ``optimizer=``."""
 
 from __future__ import annotations
 
@@ -125,5 +125,5 @@ def check_momentum(key: str, momentum: float) -> None:
 
 
 def fuses(groups: Sequence[Group]) -> bool:
-    """Whether torch has fused kernels for the parameters, which is so unless any of them is complex."""
+    """Whether torch has fused kernels for the parameters of ``groups``. It has none for complex parameters."""
     return not any(torch.is_complex(p) for group in groups for p in group["params"])

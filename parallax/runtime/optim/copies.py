@@ -1,7 +1,7 @@
-"""Marks copies of offloaded parameters, so that no optimizer can be built on the copies by mistake.
+"""Marks copies of offloaded parameters, so that no optimizer steps the copies by mistake.
 
-:attr:`Engine.parameters` returns such copies. A user's optimizer on them would step copies without gradients, which
-trains nothing.
+:attr:`Engine.parameters` returns such copies. A user's optimizer on these copies would step tensors without gradients,
+which trains nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The settings of averaged weights, the base class of the options of ``ema=``; and the count of updates in a run."""
+"""The settings of averaged weights, with the base class of the options of ``ema=``, and a counter of their updates."""
 
 from __future__ import annotations
 

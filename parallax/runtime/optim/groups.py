@@ -27,8 +27,11 @@ class GroupSummary(NamedTuple):
 
 
 class ClipGroup(NamedTuple):
-    """The clipping of some parameters' gradients. ``norm``: the index of the gradient norm that is used. Index 0 is the
-    norm over all parameters whose group has no ``clip_norm`` of its own."""
+    """The clipping of some parameters' gradients.
+
+    ``norm`` is the index of the gradient norm that clipping uses. Index 0 is the norm over all parameters whose group
+    has no ``clip_norm`` of its own.
+    """
 
     norm: int
     clip_norm: float
@@ -41,8 +44,10 @@ class ClipGroup(NamedTuple):
 
 
 class ParameterGroups:
-    """The settings of each parameter that ``config`` trains. ``places``: name → place in the model, for trained
-    parameters. ``frozen``: the parameters that are not trained."""
+    """The settings of each parameter that ``config`` trains.
+
+    ``places`` are the places of the trained parameters in the model, and ``frozen`` those of all other parameters.
+    """
 
     def __init__(
         self,
@@ -86,7 +91,10 @@ class ParameterGroups:
         return name in self._settings
 
     def by_norm(self, tensors: Mapping[str, Tensor]) -> list[list[Tensor]]:
-        """Return ``tensors`` as one list for each gradient norm that clipping uses (:class:`ClipGroup`)."""
+        """Return one list of tensors for each gradient norm that clipping uses (:class:`ClipGroup`).
+
+        ``tensors`` maps names of parameters to tensors.
+        """
         found: list[list[Tensor]] = [[] for _ in range(1 + max(each.norm for each in self.clips))]
         for name, tensor in tensors.items():
             number = self._settings.get(name, {}).get(CLIP_GROUP, 0)
@@ -115,7 +123,7 @@ class ParameterGroups:
         ]
 
     def shapes(self) -> list[tuple[Group, list[tuple[int, ...]]]]:
-        """Return for each group the settings and the shapes of the parameters."""
+        """Return, for each group, its settings and the shapes of its parameters."""
         return [
             (each.settings, [self._places[name].shape for name in each.names])
             for each in self.summaries()
@@ -163,7 +171,7 @@ def group_key(settings: Mapping[str, Any]) -> str:
 
 
 class _Pattern(NamedTuple):
-    """One entry of ``optimizer.groups``. ``text``: the entry as error messages name it."""
+    """One entry of ``optimizer.groups``. ``text`` is the entry as error messages show it."""
 
     text: str
     match: str
@@ -192,8 +200,11 @@ def _patterns(config: OptimizerConfig) -> list[_Pattern]:
 
 
 def _clips(config: OptimizerConfig, patterns: Iterable[_Pattern]) -> tuple[ClipGroup, ...]:
-    """Return the clipping rules: rule 0, and one rule for each group that has its own. ``clip_group`` in the settings
-    of a parameter is the index of its rule."""
+    """Return the clipping rules.
+
+    Rule 0 follows the optimizer's settings. Each group with its own ``clip_norm`` or ``clip_value`` has one more rule.
+    ``clip_group`` in the settings of a parameter is the index of its rule.
+    """
     found, norms = [ClipGroup(0, config.clip_norm, config.clip_value)], 0
     for own in (each.settings for each in patterns if CLIP_GROUP in each.settings):
         norms += "clip_norm" in own

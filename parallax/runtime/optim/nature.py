@@ -1,14 +1,17 @@
-"""The nature of an optimizer: whether it steps each parameter independently, whether it steps each element
-independently, and which states it keeps. It is found by stepping small tensors.
+"""Find out how an optimizer treats parameters, by stepping small tensors.
+
+The result says whether the optimizer steps each parameter independently, whether it steps each element independently,
+and which states it keeps.
 
 Every plan steps the parameters of a stage without those of other stages, so an optimizer is refused if its step needs
 all gradients at the same time. It is also refused if it continues differently after a resume, because it keeps values
 outside of the states that a checkpoint holds.
 
-Offloaded and sharded states are stepped in buckets, which may divide a parameter. An optimizer that treats a parameter
-as a whole, such as Muon or Adafactor, gets undivided parameters there. The name of an optimizer does not tell any of
-this. So it is tried with the buckets of a real step, on parameters with the model's settings and numbers of dimensions,
-and the results are compared bit for bit.
+Offloaded and sharded states are stepped in buckets, which may divide a parameter. If an optimizer treats a parameter as
+a whole, as Muon and Adafactor do, its buckets hold undivided parameters.
+
+None of this follows from the name of an optimizer. So the optimizer is tried with the buckets of a real step, on
+parameters with the model's settings and numbers of dimensions, and the results are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -50,8 +53,9 @@ parameter)."""
 class Nature:
     """The properties of an optimizer that a plan depends on.
 
-    ``divides``: whether parameters may be stepped in parts. ``states``: (parameter group, number of dimensions) → names
-    and sizes of the optimizer states. ``lr``: the highest learning rate of any group.
+    ``divides`` is True if parameters may be stepped in parts. ``states`` maps (index of the parameter group, number of
+    dimensions) to the names and sizes of the optimizer states of such a parameter. ``lr`` is the highest learning rate
+    of any group.
     """
 
     divides: bool
@@ -82,11 +86,11 @@ def nature_of(
     *,
     averages: bool = False,
 ) -> Nature:
-    """Return the nature of the optimizer of ``config``. Raises :class:`ConfigError`, with the reason, for an optimizer
-    that no plan can step.
+    """Return the properties of the optimizer of ``config`` that a plan depends on.
 
-    ``groups``: the settings of each parameter group, with the numbers of dimensions of its parameters. ``dtype``: the
-    type in which parameters are stepped. ``averages``: the optimizer also averages the weights.
+    ``groups`` holds the settings of each parameter group, with the numbers of dimensions of its parameters. ``dtype``
+    is the type in which parameters are stepped. If ``averages`` is True, the optimizer also averages the weights.
+    Raises :class:`ConfigError`, with the reason, for an optimizer that no plan can step.
     """
     with torch.random.fork_rng(devices=[]):
         trial = _Trial(config, groups, dtype, averages)
@@ -108,7 +112,7 @@ def nature_of(
 
 
 class _Trial:
-    """Small parameters on which an optimizer is tried: for each group and number of dimensions."""
+    """Small parameters on which an optimizer is tried, one for each parameter group and number of dimensions."""
 
     def __init__(
         self,
@@ -148,9 +152,11 @@ class _Trial:
         return list(zip([p.detach() for p in parameters], states))
 
     def in_buckets(self, *, split: bool, resumes: bool = False) -> list[Any]:
-        """Step each parameter in its own bucket; return parameters and states. ``split``: divide each parameter into
-        several buckets. ``resumes``: half-way, replace the optimizer by a new one that is built from the saved
-        states."""
+        """Step each parameter in its own bucket; return parameters and states.
+
+        If ``split`` is True, each parameter is divided into several buckets. If ``resumes`` is True, the optimizer is
+        replaced after half of the steps by a new one, which continues from the saved states.
+        """
         parameters, optimizer = self._made()
         buckets, settings = self._buckets(parameters, optimizer, split=split)
         try:
@@ -254,8 +260,11 @@ def _set_gradients(parameters: Sequence[nn.Parameter], step: int) -> None:
 
 
 def _sizes(state: Tensor, parameter: Tensor) -> StateSizes:
-    """Return a pair for each dimension of ``state``: the dimension of ``parameter`` that has the same size (or None),
-    and the size. Also return the bytes per element of the state, or None if the parameter's elements have as many."""
+    """Return the sizes of a state's dimensions in terms of its parameter, and the state's bytes per element.
+
+    Each dimension of ``state`` is a pair: the dimension of ``parameter`` that has the same size (or None), and the
+    size. The bytes per element are None if the parameter's elements have as many bytes.
+    """
     shape = list(parameter.shape)
     sizes = tuple(
         (shape.index(size) if size in shape and size > 1 else None, size) for size in state.shape

@@ -24,13 +24,15 @@ OpenStore = Callable[[int, int], Store | None]
 
 
 class StageOptimizer:
-    """Steps the parameters ``named`` of one stage. The first ones are stepped on the device, before the next forward.
-    The last ones, with a fraction ``offload`` of the bytes, are stepped on the host while the next forward runs
-    (:mod:`parallax.swap.optimizer.host`).
+    """Steps the parameters ``named`` of one stage, on the device or on the host.
+
+    The last parameters, with a fraction ``offload`` of all bytes, are stepped on the host while the next forward runs
+    (:mod:`parallax.swap.optimizer.host`). All others are stepped on the device, before the next forward.
 
     ``always_offloaded`` parameters are always stepped on the host, because other stages hold and step them too, and
-    device kernels may round differently. ``share`` (for offloaded states) and ``shard`` (for resident ones) assign each
-    parameter to the replica that steps it; None: every replica steps all parameters.
+    device kernels may round differently. ``share`` and ``shard`` assign each parameter to the replica that steps it:
+    ``share`` for offloaded states, and ``shard`` for resident ones. If one of them is None, every replica steps all of
+    these parameters.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class StageOptimizer:
         self._host.zero_grad()
 
     def reduced(self, parameter: Tensor) -> None:
-        """Accept the gradient of ``parameter``, which is final."""
+        """Accept the gradient of ``parameter``, which does not change any more in this step."""
         self._host.reduced(parameter)
 
     def step(
@@ -110,11 +112,13 @@ class StageOptimizer:
     ) -> None:
         """Update all parameters at ``factor`` times their learning rates.
 
-        ``scale``: the factor by which gradients are too large. ``norm``: the global gradient norm, already divided by
-        ``scale``, as a host tensor for clipping. If some groups have their own ``clip_norm``, ``norm`` has one element
-        for all other gradients, followed by one for each such group
-        (:attr:`~parallax.runtime.optim.groups.ParameterGroups.clips`). ``average``: the weight of the new values in the
-        averaged weights.
+        ``norm``     the global gradient norm for clipping, already divided by ``scale``, as a host tensor
+        ``scale``    the number by which gradients must be divided
+        ``average``  the weight of the new values in the averaged weights
+
+        If some parameter groups have their own ``clip_norm``, ``norm`` has several elements: the norm of all other
+        gradients, followed by one norm for each such group
+        (:attr:`~parallax.runtime.optim.groups.ParameterGroups.clips`).
         """
         norms = norm.reshape(-1)
         self._set_share(average)
@@ -130,7 +134,9 @@ class StageOptimizer:
 
     def exchange_averages(self) -> None:
         """Exchange the weights with their averages, on the device or offloaded; a second call undoes the exchange.
-        Gradients are dropped. All replicas call it."""
+
+        Gradients are dropped. All replicas call this method.
+        """
         self._host.finish()
         self._copies.synchronize()  # the host's copies of weights are written next
         self._set_share(None)
@@ -168,7 +174,8 @@ class StageOptimizer:
         return self._on_device.state_bytes + self._host.state_bytes
 
     def alone_knows(self, parameter: Tensor) -> bool:
-        """Whether only this replica has the optimizer states of ``parameter``, because replicas shard the states."""
+        """Whether this replica is the only one with the optimizer states of ``parameter``, because replicas shard the
+        states."""
         if parameter in self._sharded:
             return self._on_device.owns(parameter)
         return parameter in self._shared and owns(self._exchange, parameter)
@@ -181,7 +188,8 @@ class StageOptimizer:
         return self._builder.state_bytes(self._named([tensor]))
 
     def reset(self) -> None:
-        """Drop all optimizer states, and the record of a failed step. The caller then sets new weights and states."""
+        """Drop all optimizer states, and the record of a failed step. The caller must then set new weights and
+        states."""
         self._on_device.reset()
         self._host.reset()
         self._streamed.zero_gradients()
@@ -192,8 +200,10 @@ class StageOptimizer:
         return self._builder.config.label
 
     def restore(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
-        """Set the optimizer states of ``parameter``, whose value is already set. An average is dropped if this run
-        keeps none."""
+        """Set the optimizer states of ``parameter``, whose value is already set.
+
+        If this run keeps no averages, an average among ``states`` is dropped.
+        """
         if not self._builder.averages:
             states = {key: value for key, value in states.items() if key != AVERAGE}
         if parameter in self._offloaded:

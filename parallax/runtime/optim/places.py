@@ -10,9 +10,13 @@ from torch import nn
 
 
 class ParameterPlace(NamedTuple):
-    """The place of a parameter in its model. ``names``: all names of the parameter; checkpoints use the first.
-    ``kinds``: the class names of the modules that hold it. ``later``: the number of layers after its own.
-    ``is_output``: whether it is in the model's last module with parameters, and not an embedding."""
+    """The place of a parameter in its model.
+
+    ``names``      all names of the parameter; checkpoints use the first
+    ``kinds``      the class names of the modules that hold the parameter
+    ``later``      the number of layers after the parameter's own layer
+    ``is_output``  whether the parameter is in the model's last module with parameters, and not an embedding
+    """
 
     names: tuple[str, ...]
     kinds: tuple[str, ...]
@@ -46,9 +50,11 @@ def places_of(model: nn.Module) -> Iterator[ParameterPlace]:
 
 
 def _layers(names: Sequence[str]) -> list[int]:
-    """Return the layer number of each name, in the order of the model. Names with the same prefix up to their first
-    number (``layers.3``) are one layer. Names before the first numbered one are in layer 0, and unnumbered names after
-    it in the last layer."""
+    """Return the layer number of each name. ``names`` are in the order of the model.
+
+    Names with the same prefix up to their first number (``layers.3``) are one layer. Unnumbered names before all
+    numbered names are layer 0. Unnumbered names after a numbered name are one more layer, behind all numbered layers.
+    """
     numbered = [re.match(r"(?:\D*\.)?\d+(?=\.)", name) for name in names]
     beginnings = list(dict.fromkeys(each[0] for each in numbered if each is not None))
     found, after = [], 0

@@ -10,8 +10,8 @@ al. 2020, section 5.1), so each of ``r`` replicas holds 1/r of the states and ma
     replica 0    step A ─▶ step B ─▶┐ broadcast A, B ─▶ receive C, D           (A … D: buckets, of one owner each)
     replica 1    step C ─▶ step D ─▶┘ receive A, B ──▶ broadcast C, D
 
-Both give the same bits as torch's step: the offloaded optimizer uses the same buckets
-(:mod:`parallax.swap.optimizer.buckets`), and the result does not depend on their boundaries.
+The offloaded optimizer uses the same buckets (:mod:`parallax.swap.optimizer.buckets`). A step by buckets gives the same
+bits as torch's step, wherever the boundaries of the buckets are.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ UPDATE_BUCKET_BYTES = 32 * 2**20
 
 
 class DeviceOptimizer:
-    """Steps ``parameters`` on the device, in the parameter groups of ``optimizer``. ``exchange`` assigns each parameter
-    to the replica that holds its states. ``divides``: whether a bucket may hold a part of a parameter."""
+    """Steps ``parameters`` on the device, in the parameter groups of ``optimizer``.
+
+    ``exchange`` assigns each parameter to the replica that holds its states. ``divides`` is True if a bucket may hold a
+    part of a parameter.
+    """
 
     def __init__(
         self,
@@ -80,8 +83,11 @@ class DeviceOptimizer:
         self.optimizer.zero_grad(set_to_none=False)
 
     def step(self, corrections: Sequence[GradientCorrection]) -> None:
-        """Update all parameters. Gradients are first changed by the entry of ``corrections`` for their parameter's
-        ``clip_group``. If replicas shard the states, all of them call it."""
+        """Update all parameters. Before, the gradients are changed by the entry of ``corrections`` for their
+        parameter's ``clip_group``.
+
+        If replicas shard the states, all replicas call this method.
+        """
         if not self._buckets:
             self._correct(corrections)
             self.optimizer.step()

@@ -1,13 +1,13 @@
 """Loss scaling: keeps the gradients of a step in the range of fp16, and decides which steps are skipped.
 
-The smallest gradients of a model are below 6e-8, where fp16 rounds to zero, and the largest far below 65504, its
-maximum. So the loss, and with it every gradient, is multiplied by a factor. The optimizer divides the gradients by this
-factor before it clips them. The best factor is the largest without overflows. The factor is doubled after many good
-steps, and halved after an overflow, whose step is skipped (Micikevicius et al. 2018, section 3.2). Factors are powers
-of two, so scaling is exact.
+The smallest gradients of a model are below 6e-8, where fp16 rounds to zero. The largest gradients are far below 65504,
+the maximum of fp16. So the loss, and with it every gradient, is multiplied by a factor. The optimizer divides the
+gradients by this factor before it clips them. The best factor is the largest without overflows. The factor is doubled
+after many good steps, and halved after an overflow, whose step is skipped (Micikevicius et al. 2018, section 3.2).
+Factors are powers of two, so scaling is exact.
 
-An overflow anywhere makes the norm over all gradients Inf or NaN. All ranks agree on that norm for clipping anyway, so
-all skip the same steps and have the same factor without further communication.
+An overflow anywhere makes the norm over all gradients Inf or NaN. All ranks need that norm for clipping, so all ranks
+skip the same steps and have the same factor without further communication.
 
 ::
 
@@ -37,9 +37,12 @@ PATIENCE = 16  # overflows in a row with a constant factor: as many as halve the
 
 
 class LossScale:
-    """The factor of the loss under ``precision``: a configured constant, or dynamic in fp16, or 1. With a factor of 1,
-    an overflow of the loss or a gradient is an error. ``skips``: the number of consecutive steps that may be skipped; 0
-    for the default."""
+    """The factor of the loss under ``precision``: a configured constant, or dynamic in fp16, or 1.
+
+    With a factor of 1, an overflow of the loss or a gradient is an error by default. ``skips`` is the number of
+    consecutive steps that may be skipped. If it is 0, the default holds: 16 steps with a configured constant, otherwise
+    none besides the overflows that a dynamic factor expects.
+    """
 
     def __init__(self, precision: PrecisionConfig, skips: int = 0) -> None:
         given = precision.loss_scale
@@ -52,9 +55,11 @@ class LossScale:
         self._good = self._bad = 0  # steps in a row
 
     def accepts(self, loss: float, norm: float) -> bool:
-        """Return whether the step is accepted. ``loss`` and ``norm``, the norm of all gradients, are already divided by
-        the factor. If the step is not accepted, the caller drops its gradients. Every rank calls this once a step with
-        the same numbers. Raises :class:`NonFiniteError` if no more steps may be skipped."""
+        """Return whether the step is accepted. If not, the caller drops the gradients of the step.
+
+        ``loss`` and ``norm``, the norm of all gradients, are already divided by the factor. Every rank calls this
+        method once a step with the same numbers. Raises :class:`NonFiniteError` if no more steps may be skipped.
+        """
         if norm < float("inf") and abs(loss) < float("inf"):
             self._good, self._bad = self._good + 1, 0
             if self._dynamic and self._good >= GROWTH_STEPS:
@@ -86,8 +91,11 @@ class LossScale:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the state that :meth:`state` returned. A constant factor in this run's settings stays. A dynamic
-        factor is not replaced by the constant factor of the saved run."""
+        """Restore the state that :meth:`state` returned.
+
+        If this run's settings have a constant factor, that factor stays. If this run has a dynamic factor, it does not
+        take over a constant factor of the saved run.
+        """
         self.skipped = int(state.get("skipped", 0))
         if self._limit:
             self._bad = int(state.get("bad_steps", 0))
@@ -109,9 +117,12 @@ class LossScale:
 
 @dataclass(frozen=True)
 class GradientCorrection:
-    """The correction of gradients before a step. They are divided by ``scale``, then clipped to the norm ``clip_norm``
-    as torch.nn.utils does (0: no clipping), and then each element is bounded by ``clip_value`` (0: no bound). ``norm``:
-    the global gradient norm after the division."""
+    """The correction of gradients before a step.
+
+    Gradients are divided by ``scale``, then clipped to the norm ``clip_norm`` as torch.nn.utils does (0: no clipping),
+    and then each element is bounded by ``clip_value`` (0: no bound). ``norm`` is the global gradient norm after the
+    division.
+    """
 
     norm: Tensor
     clip_norm: float

@@ -1,4 +1,4 @@
-"""The settings of a learning-rate schedule, the base class of the options of ``schedule=``."""
+"""The settings of a learning-rate schedule, with the base class of the options of ``schedule=``."""
 
 from __future__ import annotations
 

@@ -25,11 +25,13 @@ PAGE_BYTES = 4096
 
 
 class Tiers:
-    """Opens stores in the offload ``tier`` for the ``stages`` of one rank on ``device``. ``trains``: False for a rank
-    that only runs forwards. ``divides``: whether the rank's optimizer may step parts of a parameter.
+    """Opens stores in the offload ``tier`` for the ``stages`` of one rank on ``device``.
 
-    Raises :class:`PlanError` if a store needs more bytes than the plan assigns to it: the plan was made for another
-    model, optimizer or precision, or it was edited.
+    ``trains`` is False for a rank that only runs forwards. ``divides`` is True if the rank's optimizer may step parts
+    of a parameter.
+
+    Raises :class:`PlanError` if a store needs more bytes than the plan assigns to it. Then the plan was made for
+    another model, optimizer or precision, or it was edited.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class Tiers:
         return self._open(sum(stage.tier_bytes for stage in self._stages if stage.offloads))
 
     def open_states(self, needed: int, slots: int) -> Store | None:
-        """Open a store with ``slots`` slots for ``needed`` bytes of optimizer states. Return None if the optimizer
-        steps the states in place in the tier."""
+        """Open a store with ``slots`` slots for ``needed`` bytes of optimizer states.
+
+        Return None if the optimizer steps the states directly in the memory of the tier.
+        """
         given = sum(stage.state_bytes for stage in self._stages)
         self._check("the optimizer's states", needed, given)
         return None if tier_named(self._tier).steps else self._open(given + PAGE_BYTES * slots)

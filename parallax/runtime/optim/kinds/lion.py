@@ -14,8 +14,8 @@ from parallax.runtime.optim.config import Group, OptimizerConfig, check_betas
 
 @dataclass(frozen=True, kw_only=True)
 class LionConfig(OptimizerConfig):
-    """Lion, with a third of AdamW's rate and three times its decay, so that their product is the same (Chen et al.
-    2023, section 5). ``betas``: the two decay factors in the paper's algorithm 2."""
+    """Lion, with a third of AdamW's learning rate and three times its weight decay, so that the product of both is the
+    same (Chen et al. 2023, section 5). ``betas``: the two decay factors in the paper's algorithm 2."""
 
     moves_bytes_only: ClassVar[bool] = True
 
