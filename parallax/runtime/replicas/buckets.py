@@ -17,11 +17,14 @@ _CONCURRENT = 2  # all-reduces at one time; each holds a copy of its gradients
 
 
 class BucketSync:
-    """All-reduces the gradients of replicas without DDP. It is used for split backwards, whose weight gradients bypass
-    autograd hooks, and for parameters whose last backward is not known in advance.
+    """All-reduces the gradients of replicas without DDP.
 
-    A bucket has ``bucket_bytes``, or up to one parameter more. Buckets are reduced in a fixed order: a bucket waits
-    until it and all earlier ones are complete. ``short``: if given, the type in which they are reduced.
+    It is used for split backwards, whose weight gradients bypass autograd hooks, and for parameters whose last backward
+    is not known in advance.
+
+    A bucket is filled until it has at least ``bucket_bytes``. Buckets are reduced in a fixed order: a bucket is reduced
+    when it and all earlier buckets are complete. If ``short`` is given, gradients are converted to this type for the
+    reduction.
     """
 
     def __init__(
@@ -54,8 +57,10 @@ class BucketSync:
         return self._place.keys()
 
     def took_part(self, parameter: nn.Parameter) -> bool:
-        """Return whether a backward has given ``parameter`` a gradient, as opposed to the zeros that this class adds.
-        Call it before :meth:`finish`."""
+        """Return whether a backward has given ``parameter`` a gradient. Zeros that this class adds do not count.
+
+        Call this method before :meth:`finish`.
+        """
         return parameter.grad is not None and parameter not in self._zeros
 
     def split(self, pending: Collection[nn.Parameter]) -> Reduced:

@@ -48,9 +48,11 @@ class ReplicasConfig:
         )
 
     def check(self, plan: Plan, *, drops: bool = False) -> None:
-        """Raise :class:`PlanError` if ``plan`` cannot run with these settings. PowerSGD needs all gradients of a
-        backward at the same time, on the device of every replica, and it allows no skipped steps. ``drops``: whether
-        steps may be skipped."""
+        """Raise :class:`PlanError` if ``plan`` cannot run with these settings.
+
+        PowerSGD needs all gradients of a backward at the same time, on the device of every replica, and it allows no
+        skipped steps. ``drops`` is True if steps may be skipped.
+        """
         most = max(stage.replicas for stage in plan.stages)
         if self.compress != "powersgd" or most == 1:
             return

@@ -1,9 +1,11 @@
 """Uses the reducer of torch DDP for one stage's replicas, with sums instead of averages, once per step.
 
-DDP's forward is never called. DDP's hooks ignore every backward until the reducer is prepared for one. This is done
-right before the backward of the last micro-batch (as in torch's own pipelining), so the all-reduce of the accumulated
-gradients overlaps with this backward, and happens exactly once. Only this file uses the two private names that this
-needs: ``reducer.prepare_for_backward``, and ``reducer._rebuild_buckets``, which DDP's own forward would call.
+DDP's forward is never called. DDP's hooks ignore every backward until the reducer is prepared for a backward. The
+reducer is prepared right before the backward of the last micro-batch (as in torch's own pipelining), so the all-reduce
+of the accumulated gradients overlaps with this backward, and happens exactly once.
+
+This needs two private names of torch, which only this file uses: ``reducer.prepare_for_backward``, and
+``reducer._rebuild_buckets``, which DDP's own forward would call.
 """
 
 # No `from __future__ import annotations` here: DDP checks a communication hook's annotations as objects.
@@ -32,8 +34,11 @@ def touch_reducer() -> None:
 
 
 class _HookState:
-    """The state of the communication hook. The reducer holds it for its lifetime, so it must not hold the reducer: the
-    garbage collector could not free that cycle."""
+    """The state of the communication hook.
+
+    The reducer holds this state for its lifetime. So the state must not hold the reducer, because the garbage collector
+    could not free that cycle.
+    """
 
     def __init__(self, reduce: Reduce) -> None:
         self.reduce = reduce
@@ -48,9 +53,11 @@ def _sum(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
 
 
 class ReplicaSync:
-    """Sums the gradients of replicas with DDP's reducer, compressed as ``config`` says. If no backward was announced,
-    gradients are summed without PowerSGD. The gradients are views of the reducer's buckets, so ``bucket_bytes`` does
-    not affect memory."""
+    """Sums the gradients of replicas with DDP's reducer, compressed as ``config`` says.
+
+    If :meth:`arm` was not called before the last backward, :meth:`finish` sums the gradients, without PowerSGD. The
+    gradients are views of the reducer's buckets, so ``bucket_bytes`` does not affect memory.
+    """
 
     def __init__(
         self,
@@ -93,8 +100,10 @@ class ReplicaSync:
         self._ddp.reducer.prepare_for_backward([])
 
     def ended(self) -> None:
-        """Add zero gradients for parameters that the backward did not use. Other replicas may have used them, and a
-        bucket is reduced only when all replicas have completed it."""
+        """Add zero gradients for parameters that the backward did not use.
+
+        Other replicas may have used these parameters, and a bucket is reduced only when all replicas have completed it.
+        """
         missing = (
             [p for p in self._parameters.values() if id(p) not in self._fired]
             if self._armed
@@ -114,8 +123,11 @@ class ReplicaSync:
         self._armed = False
 
     def finish(self) -> float:
-        """Finish the reduction and return the seconds spent waiting. If a backward was announced, check that it has
-        reduced all gradients. Otherwise reduce them now, in the same order on all ranks."""
+        """Finish the reduction and return the seconds spent waiting.
+
+        If :meth:`arm` has announced a backward, check that this backward has reduced all gradients. Otherwise reduce
+        them now, in the same order on all ranks.
+        """
         start = time.perf_counter()
         if not self._armed:
             self._unannounced.finish()
@@ -128,9 +140,11 @@ class ReplicaSync:
         return time.perf_counter() - start
 
     def _settle(self) -> None:
-        """Run two backwards on zeros, so that the reducer reaches its final buckets. DDP starts with one bucket, which
-        overlaps with nothing, and rebuilds its buckets in the order of the first backward; after the second, gradients
-        are views of the buckets."""
+        """Run two backwards on zeros, so that the reducer reaches its final buckets.
+
+        DDP starts with one bucket, whose all-reduce overlaps with no backward, and rebuilds its buckets in the order of
+        the first backward. After the second backward, gradients are views of the buckets.
+        """
         for _ in range(2):
             self.arm()
             self._add_zeros(self._parameters.values())

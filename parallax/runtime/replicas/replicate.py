@@ -1,4 +1,4 @@
-"""Sum gradients over replicas, and over stages that share a parameter; and shard optimizer states over replicas."""
+"""Sum gradients over replicas and over stages that share a parameter, and shard optimizer states over replicas."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from parallax.swap.parameters.offloaded import OffloadedParameters
 class GradientSync(Protocol):
     """Sums the gradients of one rank's stages over their replicas.
 
-    Call :meth:`arm` before the last backward of a stage or, if backwards are split, :meth:`split` before the last
-    weight-gradient pass; and :meth:`ended` after it.
+    Call :meth:`arm` before the last backward of a stage, or :meth:`split` before its last weight-gradient pass if
+    backwards are split. Call :meth:`ended` after that pass.
     """
 
     @property
@@ -55,9 +55,11 @@ class GradientSync(Protocol):
 
 
 class NoSync:
-    """Gradient sync without replicas: nothing is summed. During the last backward of a stage, ``reduced`` is called
-    with each parameter as soon as its gradient is final. This needs hooks, which exist only for this backward, because
-    each hook costs a call into Python."""
+    """Gradient sync without replicas: nothing is summed.
+
+    During the last backward of a stage, ``reduced`` is called with each parameter as soon as its gradient is final.
+    Hooks on the parameters do this. They exist only for this backward, because each hook costs a call into Python.
+    """
 
     all_reduces = 0
 
@@ -86,8 +88,11 @@ class NoSync:
         self.disarm()
 
     def split(self, stage: int, pending: Collection[nn.Parameter]) -> Reduced:
-        """Call ``reduced``, the constructor's function, for each parameter of ``stage`` outside of ``pending``. Return
-        a function to call with each parameter of ``pending`` when its gradient is final; it calls ``reduced`` too."""
+        """Call ``reduced``, the constructor's function, for each parameter of ``stage`` outside of ``pending``.
+
+        Return a function to call with each parameter of ``pending`` when its gradient is final. It also calls
+        ``reduced``.
+        """
         mine = set(self._parameters.get(stage, ()))
 
         def ready(parameter: torch.Tensor) -> None:
@@ -109,13 +114,15 @@ class NoSync:
 
 
 class StageGradientSync:
-    """Sums the gradients of all stages of one pipeline rank over its replicas. ``parts``: stage → the sync that reduces
-    the stage's gradients during its last backward. ``late``: the sync of parameters that several stages of this rank
-    use, which reduces them at the end of the step, because it is not known which backward is their last.
+    """Sums the gradients of all stages of one pipeline rank over its replicas.
+
+    ``parts`` maps each stage to the sync that reduces the stage's gradients during its last backward. ``late`` is the
+    sync of parameters that several stages of this rank use. It reduces them at the end of the step, because it is not
+    known which backward is their last.
 
     A parameter that no replica has ever used must have no gradient, as in a single process: with a zero gradient,
-    weight decay would change it. So as long as there are unused parameters, the replicas compare after each step which
-    ones they have used.
+    weight decay would change it. So as long as there are unused parameters, the replicas exchange after each step which
+    of these parameters they have used.
     """
 
     def __init__(
@@ -176,8 +183,11 @@ class SyncStep(Protocol):
         """Number of all-reduces of replicated gradients so far."""
 
     def arm(self, stage: int, pending: Collection[nn.Parameter] | None = None) -> None:
-        """Announce the last backward of ``stage`` in this step, or its last weight-gradient pass. In the latter, only
-        the gradients of ``pending`` still change."""
+        """Announce the last backward of ``stage`` in this step, or its last weight-gradient pass.
+
+        ``pending`` is given for a weight-gradient pass only. It holds the parameters whose gradients the pass still
+        changes.
+        """
 
     def ended(self, stage: int) -> None:
         """Announce that the last backward or weight-gradient pass of ``stage`` has ended."""
@@ -214,9 +224,9 @@ class StatisticsAverage:
 class SharedSum:
     """Sums the gradients of parameters that several stages hold, after each stage has summed them over its replicas.
 
-    One replica of each stage contributes its gradient and the others contribute zeros, so the sum is not rescaled. A
-    parameter that no stage has ever used must have no gradient. So as long as there are unused parameters, the stages
-    compare after each step which ones they have used.
+    All replicas of a stage then have the same gradient. So one replica of each stage contributes its gradient, and the
+    others contribute zeros. A parameter that no stage has ever used must have no gradient. So as long as there are
+    unused parameters, the stages exchange after each step which of these parameters they have used.
     """
 
     all_reduces = 0
@@ -292,9 +302,11 @@ class ChainedSync:
 
 
 class SharedStates:
-    """Shards the optimizer states, resident or offloaded, over the replicas (ZeRO stage 1): each parameter belongs to
-    one replica, which steps it and broadcasts the new weights. Parameters are assigned largest first, each to the
-    replica with the fewest bytes."""
+    """Shards the optimizer states, resident or offloaded, over the replicas (ZeRO stage 1).
+
+    Each parameter belongs to one replica, which steps it and broadcasts the new weights. Parameters are assigned in
+    order of size, largest first, each to the replica that has the fewest bytes so far.
+    """
 
     def __init__(
         self,
@@ -331,9 +343,11 @@ class SharedStates:
 def sync_for(
     stage: Stage, mesh: Mesh, reduced: Reduced, config: ReplicasConfig, *, split: bool
 ) -> GradientSync:
-    """Return the gradient sync for all stages of a rank. ``reduced`` is called with each parameter whose gradient is
-    final before :meth:`GradientSync.finish`. ``split``: whether backwards are split. :meth:`ReplicasConfig.check` must
-    have accepted the plan."""
+    """Return the gradient sync for all stages of a rank.
+
+    ``reduced`` is called with each parameter whose gradient is final before :meth:`GradientSync.finish`. ``split`` is
+    True if backwards are split. :meth:`ReplicasConfig.check` must have accepted the plan.
+    """
     trained = {
         n: t
         for n, t in stage.named_tensors().items()
@@ -371,8 +385,10 @@ def sync_for(
 def _streamed_sum(
     stage: Stage, mesh: Mesh, config: ReplicasConfig, *, alone: bool
 ) -> Iterator[StreamedSum]:
-    """Yield the sync for gradients of offloaded parameters, if the stage has such parameters. ``alone``: no other
-    gradients are summed during the backward."""
+    """Yield the sync for gradients of offloaded parameters, if the stage has such parameters.
+
+    ``alone`` is True if no other gradients are summed during the backward.
+    """
     streamed = stage.offloaded
     if mesh.streamed is None or mesh.replicas is None:
         return

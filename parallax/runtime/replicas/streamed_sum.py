@@ -73,9 +73,11 @@ class _Read(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _GradientBucket:
-    """The gradients of one all-reduce. ``buffer``: the index of the buffer that it uses. ``pending``: the parameters
-    whose gradients are not yet final in this step. ``given``: the segments that the backward has copied into the
-    buffer."""
+    """The gradients of one all-reduce.
+
+    ``buffer`` is the index of the permanent buffer that the bucket uses. ``pending`` holds the parameters whose
+    gradients are not yet final in this step, and ``given`` the segments that the backward has copied into the buffer.
+    """
 
     runs: list[_BucketRun]
     dtype: torch.dtype
@@ -108,13 +110,16 @@ class _GradientBucket:
 
 class StreamedSum:
     """Sums the gradients of offloaded parameters over ``group``, which no other code may use at the same time.
-    ``members``: stage → its parameters. ``short``: the type in which gradients are summed; None for their own type.
-    ``other``: another group of the same ranks. Without ``beside``, all sums follow the backward. This is needed with
-    NCCL, which requires collectives of several groups in one order on all ranks, while the order of these sums depends
+
+    ``members`` maps each stage to its parameters. ``short`` is the type in which gradients are summed; None for their
+    own type. ``other`` is another group of the same ranks, for the communication after an aborted step.
+
+    If ``beside`` is True, sums run during the backward; otherwise all sums follow the backward. NCCL needs the latter:
+    it requires that all ranks start the collectives of several groups in one order, and the order of these sums depends
     on timing.
 
-    A parameter that no replica has ever used must have no gradient. So after the backward the replicas compare which
-    parameters they have used, and also sum those used for the first time.
+    A parameter that no replica has ever used must have no gradient. So after the backward the replicas exchange which
+    parameters they have used, and also sum the gradients of parameters that were used for the first time.
     """
 
     def __init__(
@@ -151,8 +156,11 @@ class StreamedSum:
         self.all_reduces = 0
 
     def arm(self, stage: int, pending: Collection[nn.Parameter] | None = None) -> None:
-        """Call this before the last backward of ``stage`` in a step. With split backwards, call it before the stage's
-        last weight-gradient pass, and give in ``pending`` the parameters whose gradients this pass still changes."""
+        """Prepare for the last backward of ``stage`` in a step. Call this method before that backward.
+
+        With split backwards, call it before the stage's last weight-gradient pass. ``pending`` then holds the
+        parameters whose gradients this pass still changes.
+        """
         if not self._beside:
             return
         if not self._begun:
@@ -175,8 +183,8 @@ class StreamedSum:
             self._advance()
 
     def accept(self, parameter: nn.Parameter, total: Tensor) -> Collection[ParameterSegment]:
-        """Copy the gradient ``total`` of ``parameter`` into the buffers of its buckets, as far as these have one.
-        Return the segments that were copied."""
+        """Copy the gradient ``total`` of ``parameter`` into its buckets that have a buffer. Return the segments that
+        were copied."""
         flat, taken = total.view(-1), set[ParameterSegment]()
         for bucket, run in self._of.get(parameter, ()):
             if parameter not in bucket.pending:
@@ -288,8 +296,11 @@ class StreamedSum:
                 )
 
     def _catch_up(self) -> None:
-        """After an aborted step, join with zeros the all-reduces that other ranks have started in it, so that all ranks
-        have started the same number."""
+        """After an aborted step, make all ranks have started the same number of all-reduces.
+
+        A rank joins, with zeros, the all-reduces that other ranks have started in that step and that it has not
+        started.
+        """
         if self._unfinished is None:
             return
         begun, self._unfinished = len(self._unfinished), None
@@ -318,7 +329,7 @@ class StreamedSum:
             self._advance()
 
     def _open(self) -> bool:
-        """Give the next waiting bucket its buffer if that buffer is free; return whether it was."""
+        """Give the next waiting bucket its buffer if that buffer is free; return whether the bucket got it."""
         if not self._waiting or any(b.buffer == self._waiting[0].buffer for b in self._active):
             return False
         bucket = self._waiting.popleft()
@@ -329,7 +340,8 @@ class StreamedSum:
         return True
 
     def _move(self, bucket: _GradientBucket, *, wait: bool = False) -> bool:
-        """Advance ``bucket`` to its next state; return whether it advanced. With ``wait``, wait until it does."""
+        """Advance ``bucket`` to its next state; return whether it advanced. With ``wait``, wait until it can
+        advance."""
         with torch.no_grad():
             return _MOVES[bucket.state](self, bucket, wait)
 
