@@ -160,8 +160,8 @@ class Engine:
         nonfinite_skips: int = 0,
         metrics: MetricsConfig | None = None,
     ) -> Engine:
-        """Build this rank's stage of ``plan``, with real parameters. Every rank calls it, with torch.distributed
-        initialised if the plan has more than one rank.
+        """Build this rank's stage of ``plan``, with real parameters. Every rank calls this method, with
+        torch.distributed initialised if the plan has more than one rank.
 
         ``optimizer``        AdamW by default; settings, or a function that takes parameter groups and returns a torch
                              optimizer
@@ -198,20 +198,25 @@ class Engine:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Name in the model → parameter or buffer of this rank's stage. An offloaded parameter is given as a copy,
-        which optimizers refuse."""
+        """The parameters and buffers of this rank's stages, by their names in the model.
+
+        An offloaded parameter is returned as a copy, which optimizers refuse.
+        """
         self._optimizer.finish()
         return self._forward.parameters
 
     @property
     def gradients_by_name(self) -> dict[str, Tensor]:
-        """Name in the model → gradient, for this rank's resident and offloaded parameters. Parameters without a
-        gradient are omitted."""
+        """The gradients of this rank's resident and offloaded parameters, by the parameters' names in the model.
+
+        Parameters without a gradient are omitted.
+        """
         found = {n: self._stage.gradient(t) for n, t in self._stage.named_tensors().items()}
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
     def tier_bytes(self) -> dict[str, int]:
-        """Return kind of tensor → bytes that this rank's tensors use between steps."""
+        """Return the bytes that this rank's tensors use between steps, as a dict from a description of each kind of
+        tensor."""
         held = self._stage.held()
         given = [p.grad for p in held if p.is_leaf and p.grad is not None]
         stored = self._manager.stored_bytes + self._manager.resident_bytes if self._manager else 0
@@ -233,7 +238,7 @@ class Engine:
 
     @property
     def beside(self) -> dict[str, threading.Thread]:
-        """Name of each background activity → its thread, for watchdog threads."""
+        """The threads of background activities, by the name of the activity. Watchdog threads read them."""
         return self.saving.pending.threads
 
     @property
@@ -242,9 +247,12 @@ class Engine:
         return self._sync.all_reduces
 
     def step(self, batch: Rows) -> StepResult:
-        """Run one optimizer update over a global batch. The batch may have any number of rows, but the same on all
-        ranks. If the loss or a gradient is not finite and the step may not be skipped, all ranks raise
-        :class:`~parallax.errors.NonFiniteError`, with unchanged weights."""
+        """Run one optimizer update over a global batch. The batch may have any number of rows, but the same number on
+        all ranks.
+
+        If the loss or a gradient is not finite and the step may not be skipped, all ranks raise
+        :class:`~parallax.errors.NonFiniteError`, with unchanged weights.
+        """
         self._check_trained()
         start, scale = time.perf_counter(), self._scale.factor
         self._optimizer.zero_grad()
@@ -272,8 +280,10 @@ class Engine:
         )
 
     def _undo(self) -> str:
-        """Restore the buffers after a skipped step, and return why the step was skipped. Raises
-        :class:`~parallax.errors.NonFiniteError` if it was one too many."""
+        """Restore the buffers after a skipped step, and return why the step was skipped.
+
+        Raises :class:`~parallax.errors.NonFiniteError` if as many steps in a row as allowed were already skipped.
+        """
         self._buffers.restore()
         return self._update.verdict.report(self._step)
 
@@ -307,8 +317,10 @@ class Engine:
         return self.evaluate_weighted(batch)[0]
 
     def evaluate_weighted(self, batch: Rows) -> tuple[float, float]:
-        """Return the loss of a batch, and the batch's weight in a mean over batches: its number of rows, or of targets
-        that count."""
+        """Return the loss of a batch, and the batch's weight in a mean over batches.
+
+        The weight is the number of rows. If the loss ignores some targets, it is the number of targets that count.
+        """
         return self._evaluator.evaluate(batch, self._step)
 
     @property
@@ -318,11 +330,12 @@ class Engine:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """A context in which the averaged weights replace the trained ones; all ranks enter it. Buffers stay as they
-        are. Without averages it does nothing.
+        """A context in which the averaged weights replace the trained weights; all ranks enter it. Buffers stay
+        unchanged. Without averages it does nothing.
 
-        Steps and checkpoints are refused inside of it. If the code inside raises an exception and there are replicas,
-        they stay refused afterwards: exchanging the weights back would wait for ranks that have not failed.
+        Steps and checkpoints are refused inside the context. They stay refused afterwards if there are replicas and the
+        code inside the context has raised an exception. In this case the trained weights are not put back, because this
+        is a collective operation, in which the ranks that have not failed do not take part.
         """
         self._check_trained()
         if not self._averages.updates:
@@ -392,7 +405,7 @@ class Engine:
 
     @property
     def transports(self) -> dict[str, str]:
-        """``"0 -> 1"`` → the name of the transport, for each edge on which this rank sends."""
+        """The name of the transport for each edge on which this rank sends, for example {"0 -> 1": "shared memory"}."""
         return self._forward.transports
 
     def close(self) -> None:

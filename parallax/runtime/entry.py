@@ -61,7 +61,7 @@ class GraphEntry:
         return copied
 
     def enter(self, inputs: Tensors, floating: Sequence[Tensor]) -> Tensors:
-        """Return ``inputs``; the tensors in ``floating`` are now part of the graph."""
+        """Return ``inputs``. In the result, the tensors in ``floating`` are part of the graph."""
         if self._leaves or not floating:
             return inputs
         self._count = len(floating)
@@ -72,8 +72,8 @@ class GraphEntry:
         return tuple(next(entering) if can_require_grad(tensor) else tensor for tensor in inputs)
 
     def take_gradients(self) -> Gradients:
-        """Return the gradients of the floating-point inputs, and drop them here. The gradient of an unused input is
-        None."""
+        """Return the gradients of the floating-point inputs, and remove them from this object. The gradient of an
+        unused input is None."""
         leaves, arrived, self._leaves, self._arrived = self._leaves, self._arrived, [], []
         if leaves:
             return tuple([leaf.grad for leaf in leaves])

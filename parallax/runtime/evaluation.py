@@ -60,7 +60,11 @@ class Evaluator:
 
     def evaluate(self, batch: Rows, step: int) -> tuple[float, float]:
         """Return the loss of a batch in evaluation mode, computed without autograd, and the batch's weight in a mean
-        over batches: its number of rows, or of targets that count. ``step`` is used in messages and random seeds."""
+        over batches.
+
+        The weight is the number of rows. If the loss ignores some targets, it is the number of targets that count.
+        ``step`` is used in messages and random seeds.
+        """
         row_count(batch, step)
         rows, weight = self._rows.numbers(batch), self.weight(batch)
         with self._forward.evaluating():
@@ -71,8 +75,11 @@ class Evaluator:
         return loss, weight if self._count is not None else mass
 
     def weight(self, batch: Rows) -> float:
-        """Return the number of rows of the batch or, for a loss with ``count``, the number of its targets that count.
-        The last stage counts them for all ranks."""
+        """Return the number of rows of the batch. If the loss defines ``count``, return the number of targets that
+        count instead.
+
+        The last stage counts the targets for all ranks.
+        """
         if self._count is None:
             return float(len(batch))
         mine = 0.0
@@ -111,9 +118,11 @@ class EvaluationEngine:
         compile: bool = False,
         scratch: Path | None = None,
     ) -> EvaluationEngine:
-        """Build this rank's stage of ``plan`` for evaluations. Every rank calls it, with torch.distributed initialised
-        if the plan has more than one rank. The parameters are those of
-        :meth:`~parallax.runtime.engine.Engine.build`."""
+        """Build this rank's stage of ``plan`` for evaluations.
+
+        Every rank calls this method, with torch.distributed initialised if the plan has more than one rank. The
+        parameters are those of :meth:`~parallax.runtime.engine.Engine.build`.
+        """
         check_loss(loss)
         plan = accepted(plan, chain)
         mesh = Mesh.create(plan, device or torch.device("cpu"), {})
@@ -130,8 +139,10 @@ class EvaluationEngine:
         self.completed_steps = self._forward.load(directory, averaged=averaged)
 
     def evaluate_weighted(self, batch: Rows) -> tuple[float, float]:
-        """Return the loss of a batch, and the batch's weight in a mean over batches: its number of rows, or of targets
-        that count."""
+        """Return the loss of a batch, and the batch's weight in a mean over batches.
+
+        The weight is the number of rows. If the loss ignores some targets, it is the number of targets that count.
+        """
         return self._evaluator.evaluate(batch, self.completed_steps)
 
     @property
@@ -141,12 +152,12 @@ class EvaluationEngine:
 
     @property
     def beside(self) -> Mapping[str, threading.Thread]:
-        """Background activities, for watchdog threads: none."""
+        """An empty dict: an evaluation has no background activities that watchdog threads could read."""
         return {}
 
     @property
     def transports(self) -> dict[str, str]:
-        """``"0 -> 1"`` → the name of the transport, for each edge on which this rank sends."""
+        """The name of the transport for each edge on which this rank sends, for example {"0 -> 1": "shared memory"}."""
         return self._forward.transports
 
     def peak_bytes(self) -> int:

@@ -97,11 +97,12 @@ class RankProgram:
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """The inputs of one run of a program. The loss is divided by ``denominator``, the number of rows of the global
-    batch, or of its targets that count. The gradient of the loss is multiplied by ``scale``. If ``keep`` is given, no
-    targets are read; instead, ``keep`` is called with the index of the first row and the model's outputs. If
-    ``failed`` is given too, it is called with an exception that the model raises, and all ranks go on without the
-    outputs of that micro-batch."""
+    """The inputs of one run of a program.
+
+    The loss is divided by ``denominator``: the number of rows of the global batch or, if the loss defines ``count``,
+    the number of targets that count. The gradient of the loss is multiplied by ``scale``. If ``keep`` is given, no
+    targets are read; instead, ``keep`` is called with the index of the first row and the model's outputs.
+    """
 
     index: int
     batch: Rows
@@ -127,7 +128,10 @@ class TrainingParts:
 
 class Executor:
     """Runs the action lists of one rank. Without ``training`` it runs only forwards, whose outputs are kept or passed
-    to ``loss``. ``current``: the action that is running, or that failed, for watchdog threads."""
+    to ``loss``.
+
+    ``current`` is the action that is running, or that failed. Watchdog threads read it.
+    """
 
     def __init__(
         self,
@@ -397,8 +401,10 @@ class Executor:
     def _add_weight_gradients(
         self, deferred: WeightGradStore, complete: Reduced | None = None
     ) -> None:
-        """Add the deferred weight gradients to the gradients of the parameters, resident or offloaded. Call
-        ``complete`` with each parameter whose gradient is final."""
+        """Add the deferred weight gradients to the gradients of the parameters, resident or offloaded.
+
+        ``complete``, if given, is called with each parameter whose gradient is final.
+        """
         offloaded = self._stage.offloaded
 
         def ready(parameter: nn.Parameter) -> None:
@@ -469,8 +475,11 @@ class Executor:
             ]
 
     def _pass_locally(self, key: Key, detached: Tensors, *, training: bool) -> None:
-        """Pass detached outputs to the next stage, which is on this rank too. In training it gets copies, because the
-        sender's graph may have saved the outputs, and a block may change its input in place."""
+        """Pass detached outputs to the next stage, which is on this rank too.
+
+        In training, the next stage gets copies, because this stage's graph may have saved the outputs, and a block may
+        change its input in place.
+        """
         entry = GraphEntry(self._anchor) if training else None
         inputs = detached if entry is None else tuple(map(entry.copy, detached))
         self._received[key] = inputs, entry

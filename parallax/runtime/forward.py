@@ -82,8 +82,11 @@ class StageConfigs:
 
 
 class BuiltStage(NamedTuple):
-    """A rank's stage with real parameters, and ``tiers``, which opens stores in its offload tier. ``before_bytes``: the
-    device memory that the process held before the build. ``peak_bytes()`` returns the peak since then."""
+    """A rank's stage with real parameters, and the objects that were built with it.
+
+    ``tiers`` opens stores in the stage's offload tier. ``before_bytes`` is the device memory that the process held
+    before the build, and ``peak_bytes()`` returns the peak since the build began.
+    """
 
     stage: Stage
     tiers: Tiers
@@ -103,7 +106,9 @@ def build_stage(
     divides: bool = True,
 ) -> BuiltStage:
     """Build this rank's stage of the plan of ``mesh``. Without ``trains``, no parameter requires a gradient.
-    ``divides``: the optimizer may update parts of a parameter separately."""
+
+    ``divides`` is True if the optimizer may update parts of a parameter separately.
+    """
     plan, precision = mesh.plan, configs.precision
     plans = {stage: plan.stages[stage] for stage in mesh.stages}
     reduces = trains and mesh.replicas is not None and not plan.schedule.splits
@@ -185,8 +190,11 @@ class ForwardEngine:
         scratch: Path | None = None,
     ) -> ForwardEngine:
         """Build this rank's stage of ``plan`` for forwards only, with real parameters from the model's files or its
-        constructor. Every rank calls it, with torch.distributed initialised if the plan has more than one rank. Any
-        plan of the model works; a plan of :func:`parallax.plan.cost.forward.forward_plan` needs less memory."""
+        constructor.
+
+        Every rank calls this method, with torch.distributed initialised if the plan has more than one rank. Any plan of
+        the model works; a plan of :func:`parallax.plan.cost.forward.forward_plan` needs less memory.
+        """
         plan = accepted(plan, chain)
         mesh = Mesh.create(plan, device or torch.device("cpu"), {})
         configs = StageConfigs.given(precision, swap, scratch, compile=compile)
@@ -195,8 +203,10 @@ class ForwardEngine:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Name in the model → parameter or buffer of this rank's stage. An offloaded parameter is given as a copy,
-        which optimizers refuse."""
+        """The parameters and buffers of this rank's stages, by their names in the model.
+
+        An offloaded parameter is returned as a copy, which optimizers refuse.
+        """
         stage = self._built.stage
         return {
             name: mark_copy(value, name) if stage.is_offloaded(tensor) else tensor
@@ -205,8 +215,8 @@ class ForwardEngine:
 
     def load(self, directory: Path, *, averaged: bool = False) -> int:
         """Load the weights of a checkpoint of this model, saved under any plan, and return the step of the checkpoint.
-        ``averaged``: if a weight has an average, load that instead.
 
+        If ``averaged`` is True, each weight that has an average in the checkpoint gets the value of the average.
         If one rank cannot read its part, all ranks raise, before anything is changed.
         """
         stage, groups = self._built.stage, groups_of(directory.parent, self.mesh.nodes)
@@ -222,7 +232,7 @@ class ForwardEngine:
 
     @property
     def beside(self) -> Mapping[str, threading.Thread]:
-        """Background activities, for watchdog threads: none."""
+        """An empty dict: forwards have no background activities that watchdog threads could read."""
         return {}
 
     def evaluating(self) -> AbstractContextManager[None]:
@@ -257,8 +267,11 @@ class ForwardEngine:
         keep: Keep | None = None,
         failed: Callable[[Exception], None] | None = None,
     ) -> list[Span]:
-        """Run the schedule over a batch: its forwards, with ``training`` also its backwards, and with ``updates`` also
-        the optimizer step. The other parameters are those of :class:`~parallax.runtime.executor.StepContext`."""
+        """Run the schedule over a batch: always its forwards, with ``training`` also its backwards, and with
+        ``updates`` also the optimizer step.
+
+        The remaining parameters are those of :class:`~parallax.runtime.executor.StepContext`.
+        """
         micro_batches = self.plan.micro_batches(row_count(batch, step))
         context = StepContext(
             index=step,
@@ -309,7 +322,7 @@ class ForwardEngine:
 
     @property
     def transports(self) -> dict[str, str]:
-        """``"0 -> 1"`` → the name of the transport, for each edge on which this rank sends."""
+        """The name of the transport for each edge on which this rank sends, for example {"0 -> 1": "shared memory"}."""
         return self._channels.transports()
 
     def close(self) -> None:

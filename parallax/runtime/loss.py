@@ -53,7 +53,8 @@ class LossStep(Protocol):
 
     @property
     def denominator(self) -> float:
-        """The divisor of losses: the number of rows of the batch, or of its targets that count."""
+        """The divisor of losses: the number of rows of the batch or, if the loss defines ``count``, of its targets that
+        count."""
 
     @property
     def micro_batches(self) -> int:
@@ -94,9 +95,11 @@ class StepLoss(Protocol):
 
 
 class Evaluation:
-    """Computes the loss of this rank's rows, and passes the rows to ``metrics``. ``share``: this rank's part of the
-    step's loss. ``mass``: the weight of this rank's rows in the mean: their number, or the number of their targets that
-    count."""
+    """Computes the loss of this rank's rows, and passes the outputs and targets of these rows to ``metrics``.
+
+    ``share`` is this rank's part of the step's loss. ``mass`` is the weight of this rank's rows in the mean: the number
+    of rows or, if the loss is a mean that ignores some targets, the number of targets that count.
+    """
 
     def __init__(
         self, loss: Loss, chain: Chain, precision: PrecisionConfig, metrics: Metrics
@@ -129,8 +132,10 @@ class Evaluation:
     def of(
         self, step: LossStep, outputs: Tensors, low: int, high: int, *, counted: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss of rows [low, high), and the gradient from which their backward starts. ``counted``: add the
-        loss to ``share``."""
+        """Return the loss of rows [low, high), and the gradient from which their backward starts.
+
+        If ``counted`` is True, the loss is added to ``share``, and the rows are passed to the metrics.
+        """
         given = step.batch.targets(low, high)
         targets = with_own_storage(to_device(given, self._device))
         results = self._chain.results(outputs)
@@ -159,8 +164,8 @@ class Evaluation:
         return value, torch.full_like(value, weight * step.scale, requires_grad=False)
 
     def _check_mean(self, step: LossStep, results: Any, targets: Any, low: int, high: int) -> None:
-        """Raise :class:`ConfigError` if a loss of unknown kind ignores some targets: it is then not the mean over
-        rows."""
+        """Raise :class:`ConfigError` if a loss of unknown kind ignores some targets, because it is then not the mean
+        over rows."""
         if self._counting.counts_targets:
             return
         rows, first = high - low, low
@@ -196,8 +201,11 @@ class Evaluation:
         return float(high - low), float(rows)
 
     def _mass_of_all(self, step: LossStep, results: Any, few: int) -> float:
-        """Return the weight of the whole batch. Its targets are counted at once or, if their shapes differ between
-        micro-batches, for each micro-batch."""
+        """Return the weight of the whole batch in the mean.
+
+        The targets of the whole batch are counted in one call. If that fails, because their shapes differ between
+        micro-batches, the targets of each micro-batch are counted separately.
+        """
         rows, mass = len(step.batch), partial(self._counting.row_weight, results, few, step.batch)
         try:
             return mass(0, rows)
@@ -218,8 +226,11 @@ def _nothing_of(outputs: Tensors, value: Tensor) -> Tensor:
 
 
 class LossOfParts:
-    """Computes the loss of each micro-batch separately. Each is weighted by the number of its rows, or of its targets
-    that count."""
+    """Computes the loss of each micro-batch separately.
+
+    A loss that is a mean is weighted by the micro-batch's number of rows or, if it ignores some targets, by the number
+    of targets that count. A loss with ``count`` is a sum, which is divided by :attr:`LossStep.denominator`.
+    """
 
     def __init__(self, evaluation: Evaluation) -> None:
         self._evaluation = evaluation
@@ -282,8 +293,8 @@ class _Whole(NamedTuple):
 class _Buffer:
     """Collects one of the model's outputs over the micro-batches of this rank.
 
-    ``rows``: the output for the whole batch, with zeros in rows of other replicas. ``single``: the value, if the output
-    has no rows. ``differ``: micro-batches returned different values for an output without rows.
+    ``rows`` is the output for the whole batch, with zeros in rows of other replicas. ``single`` is the value of an
+    output without rows. ``differ`` is True if micro-batches returned different values for an output without rows.
     """
 
     rows: Tensor | None = None
@@ -336,7 +347,7 @@ class GatheredLoss:
 
     @property
     def share(self) -> Tensor:
-        """The whole loss on the first replica, 0 on the others."""
+        """The loss of the whole batch on the first replica, and 0 on the other replicas."""
         return self._evaluation.share
 
     def begin(self) -> None:

@@ -38,8 +38,10 @@ def check_gathering(plan: Plan, rows: int) -> None:
 
 
 def shared_between_ranks(chain: Chain, plan: Plan) -> dict[str, list[int]]:
-    """Return parameter name → pipeline ranks, for each parameter that several pipeline ranks hold. The first user of
-    the parameter comes first."""
+    """Return the pipeline ranks that hold each parameter, for the parameters that several pipeline ranks hold.
+
+    The result maps names of parameters to pipeline ranks. The first rank is the one that uses the parameter first.
+    """
     shared = {}
     for name, users in chain.ties.items():
         stages = [

@@ -72,11 +72,13 @@ class Stage(nn.Module):
     (:mod:`parallax.model.layers.dropout`). ``norms`` handles BatchNorms (:mod:`parallax.model.layers.norms`).
 
     With ``compile``, the forward of each block is compiled for any number of rows. A compiled block hides its operators
-    from dispatch modes. So its backward is not split, its dropout draws from the compiler's generator (seeded alike),
-    and its offloaded activations are fetched all at once, for which the plan's swap limit must be large enough.
+    from dispatch modes. So its backward is not split, and its dropout draws from the compiler's generator, which has
+    the same seed. Its offloaded activations are fetched all at once, for which the plan's swap limit must be large
+    enough.
 
-    Without ``trains``, no memory is reserved for gradients. Parameters require a gradient where the model's do, because
-    kernels of torch depend on it, also where gradients are disabled: torch.matmul of a tensor of three dimensions.
+    Without ``trains``, no memory is reserved for gradients. Even then, parameters require a gradient if those of the
+    model do, because some operators, such as torch.matmul of a tensor of three dimensions, choose their kernels by this
+    flag even where gradients are disabled.
     """
 
     def __init__(
@@ -168,8 +170,10 @@ class Stage(nn.Module):
     def _make(
         self, chain: Chain, share: float, device: torch.device
     ) -> Iterator[list[nn.Parameter]]:
-        """Make the blocks in order, and yield for each block the parameters that are offloaded. The last blocks are
-        offloaded, except for parameters that other blocks share."""
+        """Make the blocks in order, and yield for each block the parameters that are offloaded.
+
+        The parameters of the last blocks are offloaded, except for parameters that other blocks share.
+        """
         sizes = [
             sum(p.nbytes for p in offloadable(chain, index, chain.blocks[index].module, device))
             for index in self._indices
@@ -210,14 +214,14 @@ class Stage(nn.Module):
             )
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Name in the model → parameter or buffer. A shared parameter has one entry."""
+        """Return the parameters and buffers, by their names in the model. A shared parameter has one entry."""
         states = {
             i: block.state_dict(keep_vars=True) for i, block in zip(self._indices, self.blocks)
         }
         return {name: states[i][inner] for name, (i, inner) in self._names.items()}
 
     def parameters_of(self, stage: int) -> Sequence[nn.Parameter]:
-        """Return the parameters of stage number ``stage``, one of this rank's. A parameter that two stages share
+        """Return the parameters of ``stage``, the number of a stage of this rank. A parameter that two stages share
         belongs to both."""
         return self._owned[stage]
 
@@ -270,12 +274,15 @@ class Stage(nn.Module):
 
     def hold_gradients(self, stage: int, hold: bool) -> contextlib.AbstractContextManager[None]:
         """Return the context in which a backward of ``stage`` runs (:meth:`OffloadedParameters.hold_gradients`).
-        ``hold`` has no effect for a stage of several blocks, because other blocks run between two backwards of a
-        block."""
+
+        ``hold`` has an effect only if the stage has a single block. In a stage of several blocks, other blocks run
+        between two backwards of a block.
+        """
         return self.offloaded.hold_gradients(hold and len(self._parts[stage]) == 1)
 
     def norm_terms(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Return tensors whose torch.nn.utils.get_total_norm equals that of the gradients of ``tensors``."""
+        """Return tensors whose total norm (torch.nn.utils.get_total_norm) equals the total norm of the gradients of
+        ``tensors``."""
         trained = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
         return self.offloaded.norm_terms(trained)
 
@@ -284,8 +291,11 @@ class Stage(nn.Module):
         self._wait_for = wait
 
     def skip(self) -> None:
-        """Wait for the weights of all blocks, as a forward would. A rank without rows calls it in place of a forward,
-        because its gradients are used next."""
+        """Wait for the weights of all blocks, as a forward does.
+
+        A rank without rows of a micro-batch calls this method in place of the forward, because the gradients of its
+        parameters are used next.
+        """
         self._wait_for(self.parameters())
 
     def run(
@@ -360,9 +370,12 @@ class Stage(nn.Module):
     def _run_copies(
         self, copy: bool, place: int, where: MicroBatchContext, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run a block that will be recomputed, whose inputs must therefore stay unchanged. A block that changes its
-        inputs in place gets copies; its first run detects this. Either both runs of a micro-batch copy or neither does:
-        a copy may have other strides, for which a compiled block would run another program and save other tensors."""
+        """Run a block that will be recomputed, and leave ``inputs`` unchanged.
+
+        A block that changes its inputs in place gets copies of the inputs. The first run of a block detects whether it
+        does. If one of the two runs of a micro-batch copies the inputs, the other run must copy them too: a copy may
+        have other strides, for which a compiled block would run another program and save other tensors.
+        """
         if not copy:
             return self._run_block(place, where, None, *inputs)
         copies = [tensor.clone() for tensor in inputs]
@@ -406,8 +419,10 @@ class Stage(nn.Module):
 
 
 def _relieve_in_backward(outputs: tuple[Tensor, ...]) -> None:
-    """Make the backward of a block call :func:`relieve_memory` first, as its forward does. ``outputs``: the block's
-    outputs."""
+    """Make the backward of a block call :func:`relieve_memory` first, as the block's forward does.
+
+    ``outputs`` are the block's outputs.
+    """
     node = next((tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None), None)
     if node is not None and memory_is_bounded():
         node.register_prehook(_relieve)
@@ -434,8 +449,10 @@ def offloadable(
 
 
 def first_offloaded(sizes: Sequence[int], share: float) -> int:
-    """Return how many of the first blocks can stay resident if the other blocks must hold at least a fraction ``share``
-    of all bytes. ``sizes``: the bytes of each block."""
+    """Return how many of the first blocks can stay resident.
+
+    The remaining blocks must hold at least a fraction ``share`` of all bytes. ``sizes`` are the bytes of each block.
+    """
     resident = (1 - share) * sum(sizes)
     return sum(1 for end in accumulate(sizes) if end <= resident)
 

@@ -1,4 +1,4 @@
-"""The end of a step: all ranks agree on loss and gradient norm, and then all ranks update their weights, or none
+"""The end of a step: all ranks agree on loss and gradient norm. Then either all ranks update their weights, or no rank
 does."""
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from parallax.runtime.stage import Stage
 class Update:
     """Updates one rank's stage at the end of a step.
 
-    ``factor(step)`` returns the factor of all learning rates; ``rate`` is ``lr`` times this factor. ``groups``: the
-    parameter groups. ``later``: names of shared parameters that another rank includes in the gradient norm. ``losses``:
-    returns the losses that this rank has computed. ``read`` is called before the host reads the loss from the device,
-    so that other numbers can be copied at the same time.
+    ``factor(step)`` returns the factor of all learning rates; ``rate`` is ``lr`` times this factor. ``groups`` are the
+    parameter groups. ``later`` holds the names of shared parameters that another rank includes in the gradient norm.
+    ``losses()`` returns the losses that this rank has computed. ``read()`` is called before the host reads the loss
+    from the device, so that other numbers can be copied at the same time.
 
     After each :meth:`run`, ``loss``, ``norm``, ``verdict`` and ``rate`` describe the step, and are equal on all ranks.
-    ``rows`` compares the batches of all ranks.
+    ``rows`` checks that the batches of all ranks have the same rows.
     """
 
     def __init__(
@@ -74,8 +74,10 @@ class Update:
         self._batch, self._numbers = batch, self.rows.numbers(batch)
 
     def _measure(self, loss: Tensor) -> tuple[dict[str, Tensor], list[float]]:
-        """Set ``loss`` and ``norm`` to the sums over all ranks. Return name → tensor for the tensors that this rank
-        includes in the norm, and the summed row digests."""
+        """Set ``loss`` and ``norm`` to their values over all ranks.
+
+        Return the tensors that this rank includes in the norm, by name, and the row digests, summed over all ranks.
+        """
         tensors = self._stage.named_tensors() if self._mesh.replica == 0 else {}
         owned = {name: tensor for name, tensor in tensors.items() if name not in self._later}
         # The only synchronization of host and device in a step.
@@ -93,8 +95,11 @@ class Update:
         return owned, sums
 
     def run(self, step: int, loss: Tensor) -> None:
-        """Update the weights after ``step``, or drop the gradients; all ranks decide the same. ``loss``: this rank's
-        part of the loss. Raises :class:`~parallax.errors.DataError` if ranks have different batches."""
+        """Update the weights after ``step``, or drop the gradients. All ranks make the same decision.
+
+        ``loss`` is this rank's part of the loss. Raises :class:`~parallax.errors.DataError` if ranks have different
+        batches.
+        """
         batch, self._batch = self._batch, None
         assert batch is not None
         self._optimizer.finish()  # an error of the last step is raised before the all-reduce
@@ -139,8 +144,10 @@ def open_optimizer(
     tiers: Tiers,
     copies: CopyEngine,
 ) -> StageOptimizer:
-    """Return the optimizer of ``stage`` under the plan. ``shared``: parameter name → pipeline ranks, for the parameters
-    that several pipeline ranks hold."""
+    """Return the optimizer of ``stage`` under the plan.
+
+    ``shared`` maps the name of each parameter that several pipeline ranks hold to these pipeline ranks.
+    """
     plans = mesh.plan.stages
 
     def shards(group: dist.ProcessGroup | None) -> OpenExchange | None:

@@ -1,4 +1,4 @@
-"""Copies of buffers, made before each step that may be skipped, and restored if the step is skipped.
+"""Copies of buffers, made before each step and restored if the step is skipped.
 
 A forward changes buffers, such as the running statistics of BatchNorm, before the ranks know whether the step will be
 skipped. Without the copies, a NaN would stay in the buffers forever.
@@ -31,7 +31,8 @@ class _Kept(NamedTuple):
 
 
 class KeptBuffers:
-    """Copies of the buffers of ``modules``. A profile counts the bytes of buffers twice because of them."""
+    """Copies of the buffers of ``modules``. Because of these copies, a memory profile counts the bytes of buffers
+    twice."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)

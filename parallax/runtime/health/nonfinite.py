@@ -36,8 +36,10 @@ _TRAINING = "lower optimizer.lr, or raise schedule.warmup"
 
 @dataclass(frozen=True, slots=True)
 class StepVerdict:
-    """Whether a step is ``accepted``. If not, ``what`` names the non-finite number and ``why`` the cause. ``refusal``:
-    the error that ends the run; empty if training continues."""
+    """Whether a step is ``accepted``. If not, ``what`` names the non-finite number and ``why`` its cause.
+
+    ``refusal`` is the text of the error that ends the run; empty if training continues.
+    """
 
     accepted: bool = True
     what: str = ""
@@ -52,9 +54,11 @@ class StepVerdict:
 
 
 def judge(scale: LossScale, loss: float, norm: float, find: Callable[[], str]) -> StepVerdict:
-    """Return whether a step with this loss and gradient norm, which are equal on all ranks, is accepted by ``scale``,
-    and if not, why. ``find`` locates the non-finite tensor. It is not called for the overflows that a dynamic loss
-    scale expects."""
+    """Return whether ``scale`` accepts a step with this loss and gradient norm. If not, the verdict includes the cause.
+
+    All ranks call this function with equal ``loss`` and ``norm``. ``find`` locates the non-finite tensor. It is not
+    called for the overflows that a dynamic loss scale expects.
+    """
     why = find() if not math.isfinite(loss) else None
     try:
         accepted, refusal = scale.accepts(loss, norm), ""
@@ -80,8 +84,11 @@ class NamedValue(NamedTuple):
 
 
 def find(mesh: Mesh, batch: Rows, losses: Losses, tensors: Iterable[NamedValue]) -> str:
-    """Return a description of the first non-finite tensor in the data flow, with a remedy. Every rank calls it.
-    ``losses``: the losses of this rank's micro-batches. ``tensors``: the tensors that this rank searches."""
+    """Return a description of the first non-finite tensor in the data flow, with a remedy. Every rank calls this
+    function.
+
+    ``losses()`` returns the losses of this rank's micro-batches. ``tensors`` are the tensors that this rank searches.
+    """
     answers = mesh.all_gather_object(_search(mesh, batch, losses, tensors))
     found = [(order, rank, text) for rank, answer in enumerate(answers) for order, text in answer]
     if not found:
@@ -167,7 +174,8 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def unfit(name: str, tensor: Tensor, value: Tensor) -> str:
-    """Return why the trained parameter ``name`` must not be saved; "" if it may be."""
+    """Return the reason why the trained parameter ``name`` must not be saved: its ``value`` has a NaN or an Inf. "" if
+    it may be saved."""
     if (
         isinstance(tensor, nn.Parameter)
         and tensor.requires_grad

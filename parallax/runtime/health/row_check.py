@@ -1,9 +1,9 @@
 """Checks that a batch returns as many inputs and targets as the rows that were requested.
 
-Only the first stage reads inputs and only the last reads targets, and a loss may accept any number of either, so each
-returned value is checked. A tensor of the wrong length may be one that has no rows, such as a table, and is returned
-whole for any request. To distinguish these cases, the rows are read one by one; this happens once, and only if a length
-is wrong.
+Only the first stage reads inputs and only the last reads targets, and a loss may accept any number of inputs or
+targets. So each returned value is checked. A tensor of the wrong length may also be one without rows, such as a table,
+which is returned whole for any request. To distinguish these cases, the rows are read one by one. This happens once,
+and only if a length is wrong.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ class RowCheck:
         return CheckedRows(batch, name, self._known)
 
     def explained(self, error: Exception) -> Exception:
-        """Return the error to raise in place of ``error``. If torch reports a type mismatch, and the rows have another
-        type than the model, it is a :class:`DataError`; otherwise it is ``error`` itself."""
+        """Return the error to raise in place of ``error``.
+
+        If torch reports a type mismatch, and the rows have another type than the model, the result is a
+        :class:`DataError` that says so. Otherwise the result is ``error`` itself.
+        """
         others = {
             _place_name(place): kind
             for place, kind in self._known.floats.items()
@@ -109,9 +112,11 @@ class CheckedRows(RowsOf):
                 self._all.floats[what, *path] = part.dtype
 
     def _rows_at(self, place: Place) -> int:
-        """Return the number of rows of the part at ``place``, found by reading the rows one by one: each existing row
-        must return one row, and each row past the end none. Return 0 if the part has no rows, or if their number cannot
-        be found."""
+        """Return the number of rows of the part at ``place``, found by reading the rows one by one.
+
+        Each existing row must return one row, and a read past the end must return none. Return 0 if the part has no
+        rows, or if their number cannot be found.
+        """
         what = place[0]
         try:
             one, two = (self._counts_of(what, 0, min(n, len(self))) for n in (1, 2))

@@ -5,8 +5,9 @@ source draws from an unseeded generator, or depends on the order of a set, input
 another, and no loss shows this. So every rank computes a digest of some rows of each batch. The all-reduce that each
 step makes anyway sums the digests: the digests h of N ranks are equal exactly if N · Σh² = (Σh)².
 
-The digest covers all rows of a small batch in memory, and two rows of any other batch, different ones in each step. If
-a batch has ``row_numbers``, a digest of the numbers of its rows, this digest is compared and no row is read.
+The digest of a small batch in memory covers all rows. The digest of any other batch covers two rows, and these are
+different rows in each step. If a batch has ``row_numbers``, a digest of the numbers of its rows, this digest is
+compared and no row is read.
 """
 
 from __future__ import annotations

@@ -35,8 +35,11 @@ def device_memory(
     *,
     reduces: bool = False,
 ) -> Callable[[], int]:
-    """Start to measure the device memory of a rank with ``stages``, and return a function that returns the peak since
-    then, in bytes. ``reduces``: torch's DDP reducer will sum gradients of replicas."""
+    """Start to measure the device memory of a rank with ``stages``. Return a function that returns the peak since then,
+    in bytes.
+
+    ``reduces`` is True if torch's DDP reducer will sum the gradients of replicas.
+    """
     if device.type != "cpu":
         # Before 2.13 torch does not reset the peak of a device without an allocation.
         torch.empty(0, device=device)
@@ -53,8 +56,10 @@ def device_memory(
 
 def return_freed(device: torch.device, prediction: RankPrediction) -> None:
     """From now on, return freed memory of a CPU rank to the system at once, if the plan of ``prediction`` assumes this.
-    Call it before the stage is built: later, malloc would serve large blocks from memory that it already holds, and
-    could return only the end of it."""
+
+    Call this function before the stage is built. If it is called later, malloc serves large blocks from memory that it
+    already holds, and can return only the end of that memory.
+    """
     if device.type == "cpu" and prediction.peak_bytes > 0 and prediction.returns_freed:
         return_freed_memory()
 
@@ -62,7 +67,9 @@ def return_freed(device: torch.device, prediction: RankPrediction) -> None:
 def bound_memory(
     device: torch.device, prediction: RankPrediction, before_bytes: int
 ) -> Callable[[], None]:
-    """Keep the memory of a CPU rank below its predicted peak plus ``before_bytes``; return a function that ends this.
+    """Keep the memory of a CPU rank below its predicted peak plus ``before_bytes``; return a function that removes this
+    bound.
+
     Freed memory is returned to the system when the process would exceed the bound
     (:class:`~parallax.machine.host.MemoryBound`).
 

@@ -142,8 +142,10 @@ class DeviceSpans:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Record an event before and after the reading of rows. If the device still has queued work, it reaches both at
-        the same time, and the reading counts as no delay."""
+        """Record an event before and after the reading of rows.
+
+        If the device still has queued work, it passes both events at the same time, and the reading counts as no delay.
+        """
         begun = self._event()
         try:
             yield

@@ -132,8 +132,11 @@ class MetricConfig:
         return f"{_LIBRARY}.{path}" if ":" in path else f"{_LIBRARY}:{path}"
 
     def fits(self, *, classes: bool) -> bool:
-        """Whether the metric accepts the targets of the loss. ``classes``: each target is the class of a vector of
-        scores; otherwise targets are numbers or 0/1 labels."""
+        """Whether the metric accepts the targets of the loss.
+
+        If ``classes`` is True, each target is the class of a vector of scores; otherwise targets are numbers or labels
+        of 0 or 1.
+        """
         regression, needs = (
             self._path.startswith(f"{_LIBRARY}.regression:"),
             self.name == "perplexity",
@@ -228,8 +231,10 @@ class MetricsConfig:
                 )
 
     def check_key(self, key: str, value: str) -> None:
-        """Raise :class:`ConfigError` unless ``value``, the value of the setting ``key``, names a number by which
-        checkpoints can be compared."""
+        """Raise :class:`ConfigError` if checkpoints cannot be compared by ``value``, the value of the setting ``key``.
+
+        Accepted are the losses and the validation metrics of this run.
+        """
         accepted = [*_LOSSES, *(f"{VALIDATION}{each.name}" for each in self.metrics)]
         if value not in accepted and value.startswith(VALIDATION):
             name = printable(value.removeprefix(VALIDATION))

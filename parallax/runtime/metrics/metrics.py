@@ -58,7 +58,7 @@ class Metrics:
         return self.config.names
 
     def wanted(self, *, training: bool) -> bool:
-        """Whether the caller must add rows."""
+        """Whether any metric needs rows. If so, the caller passes the rows to :meth:`add`."""
         return bool(self.trained if training else self.config.metrics)
 
     def begin(self, *, training: bool) -> None:
@@ -86,7 +86,8 @@ class Metrics:
                 rows.add_to(metric)
 
     def evaluated(self) -> dict[str, float]:
-        """Return the metrics of all rows that all replicas have added since :meth:`begin`. All ranks call it."""
+        """Return the metrics of all rows that all replicas have added since :meth:`begin`. All ranks call this
+        method."""
         if not self.config.metrics:
             return {}
         self._exchange_task()
@@ -95,8 +96,10 @@ class Metrics:
         return {name: sum(values) for name, values in columns.items()}
 
     def settle(self) -> None:
-        """Choose the metrics that are also computed on training rows, by their cost in the first evaluation. All ranks
-        call it after that evaluation."""
+        """Choose the metrics that are also computed on training rows: those whose states are small sums.
+
+        All ranks call this method after the first evaluation, which has built the metrics.
+        """
         cheap = [name for name, each in self._made[False].items() if _is_cheap(each, self._task)]
         found = self._mesh.all_gather_object(cheap)
         self.trained = tuple(name for name in self.names if any(name in each for each in found))
@@ -105,8 +108,10 @@ class Metrics:
                 metric.validate_args = False  # its checks wait for the device
 
     def copy_states(self) -> None:
-        """Sum the states of the training rows over the replicas, and start to copy them to the host. All replicas call
-        it. The copy is complete when the host next reads a number from the device."""
+        """Sum the states of the training rows over the replicas, and start to copy the sums to the host.
+
+        All replicas call this method. The copy is complete when the host next reads a number from the device.
+        """
         if not self.trained or not self._mesh.is_last or self._task is None:
             return
         metrics, group = self._metrics(self._task, True).values(), self._mesh.statistics
@@ -140,7 +145,7 @@ class Metrics:
         return found
 
     def _metrics(self, task: Task, training: bool) -> dict[str, Any]:
-        """Return name → metric, built at the first call."""
+        """Return a dict from each name to its metric. The metrics are built at the first call."""
         self._task, made = task, self._made[training]
         for each in self.config.metrics if not made else ():
             if not training or each.name in self.trained:
@@ -162,7 +167,8 @@ class Metrics:
             self._task = self._task or next(iter(found), None)
 
     def _computed(self) -> dict[str, float]:
-        """Return the metrics, on the first replica of the last stage only."""
+        """Return the metrics, computed from the states of all replicas. Only the first replica of the last stage gets
+        them; all other ranks get an empty dict."""
         if not self._mesh.is_last or self._task is None:
             return {}
         found = {}
@@ -261,7 +267,7 @@ def _in_double(metric: Any) -> Any:
 
 
 def _gathered(state: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Return the state of each replica that has had rows. Replicas may have different numbers of rows."""
+    """Return the states of all replicas that have had rows, as a list. Replicas may have different numbers of rows."""
     kinds = all_gather_object((list(state.shape), state.dtype), group)
     own = _for_backend(group, state).contiguous().view(-1).view(torch.uint8)
     lengths = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in kinds]
@@ -277,7 +283,9 @@ def _gathered(state: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _for_backend(group: dist.ProcessGroup | None, state: Tensor) -> Tensor:
-    """Return the state on the device that the group's backend supports: gloo sends host tensors only. MPS has no
-    doubles."""
+    """Return the state on a device where it can be sent in double precision.
+
+    gloo sends host tensors only, and MPS has no doubles. In both cases the state is copied to the host.
+    """
     on_host = state.is_mps or (group is not None and dist.get_backend(group) == "gloo")
     return state.cpu() if on_host else state

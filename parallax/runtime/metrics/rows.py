@@ -143,8 +143,11 @@ class ScoredRows:
 
     @cached_property
     def _probabilities(self) -> Tensor:
-        """The probabilities of labels. Torchmetrics itself would convert logits only if a batch has a score outside of
-        [0, 1], so a micro-batch could be treated otherwise than the whole batch."""
+        """The probabilities of labels.
+
+        Logits are converted here. torchmetrics itself would convert them only if a batch has a score outside of [0, 1],
+        so it could treat a micro-batch differently from the whole batch.
+        """
         scores = _wide(self.scores)
         return scores if self.probabilities else scores.sigmoid()
 
@@ -163,7 +166,8 @@ class ScoredRows:
 
 
 def top_k(metric: Any) -> int:
-    """Return the number of classes among which a metric looks for the target."""
+    """Return the metric's ``top_k``: a target counts as found if it is among the ``top_k`` classes with the highest
+    scores. 1 if the metric has no such setting."""
     return int(getattr(metric, "top_k", None) or 1)
 
 
@@ -173,8 +177,10 @@ def is_classification(metric: Any) -> bool:
 
 
 def counts_labels(metric: Any) -> bool:
-    """Whether the metric's states are those of torchmetrics' StatScores or ConfusionMatrix, with counts over all
-    rows."""
+    """Whether the metric's states are the sums of torchmetrics' StatScores or ConfusionMatrix.
+
+    The result is False if the metric keeps a list of values for each row instead of sums over all rows.
+    """
     from torchmetrics import classification
 
     kinds = (
