@@ -1,4 +1,4 @@
-"""The paths of the Open Inference Protocol v2 as an ASGI application."""
+"""The HTTP application of the server: the Open Inference Protocol v2, ``/metrics`` and ``/replicas``."""
 
 from __future__ import annotations
 
@@ -38,8 +38,11 @@ _GONE = 499  # as proxies log it; nobody reads this answer
 
 
 class ServeApp:
-    """The application of one model. ``version``: of Parallax. ``draining``: it answers queued requests and
-    refuses new ones. ``unanswered``: the number of requests in progress."""
+    """The ASGI application that serves one model.
+
+    ``version``: the version of Parallax. ``draining``: True while the server shuts down; queued requests are then still
+    answered, and new ones refused. ``unanswered``: the number of requests in progress.
+    """
 
     def __init__(
         self,
@@ -83,7 +86,7 @@ class ServeApp:
     def _guarded(
         self, call: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Return ``call`` for clients that present the token."""
+        """Return a handler that answers ``call(request)``, or status 401 if the request lacks the right token."""
 
         async def guarded(request: Request) -> Response:
             given = request.headers.get("authorization", "").encode("latin-1", "replace")
@@ -204,7 +207,10 @@ class ServeApp:
         return Response(content, headers=headers, media_type="application/octet-stream")
 
     async def _body(self, request: Request) -> bytes:
-        """Return the body. Raises :class:`RequestError` if it is too large, too slow, or of another type."""
+        """Return the request's body.
+
+        Raises :class:`RequestError` if the body is too large, arrives too slowly, or has an unsupported content type.
+        """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in _TYPES:
             raise RequestError(
@@ -237,8 +243,10 @@ class ServeApp:
     async def _outputs(
         self, request: Request, answer: Future[BatchOutputs], seconds: float
     ) -> BatchOutputs | None:
-        """Return the outputs; None if the client left. Raises :class:`RequestError` with status 504 after
-        ``seconds``."""
+        """Return the outputs, or None if the client has closed the connection.
+
+        Raises :class:`RequestError` with status 504 if there is no answer after ``seconds``.
+        """
         waiting = asyncio.wrap_future(answer)
         leaving = asyncio.ensure_future(_left(request))
         try:
@@ -258,13 +266,13 @@ class ServeApp:
 
 
 def _timing(outputs: BatchOutputs) -> str:
-    """Return the milliseconds of a request in the queue and in the model, for its header."""
+    """Return the value of a response's Server-Timing header: milliseconds in the queue and in the model."""
     queue, compute = 1e3 * outputs.queue_seconds, 1e3 * outputs.compute_seconds
     return f"queue;dur={queue:.3f}, compute;dur={compute:.3f}"
 
 
 async def _left(request: Request) -> None:
-    """Return when the client has closed the connection."""
+    """Wait until the client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

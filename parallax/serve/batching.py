@@ -1,11 +1,12 @@
-"""One queue, and the threads that feed the model from it, one for each batch that the model can compute at once.
+"""The queue of requests, and the threads that compute them in batches.
 
-When the model can take a batch, a thread takes the oldest request and all later ones of equal shapes and types, in
-order, until the batch is full. While the model computes, requests collect. With ``max_wait`` a batch that is not full
-waits for more, counted from the arrival of its oldest request::
+There is one thread for each batch that the model can compute at the same time. When the model can take a batch, a
+thread takes the oldest request and, in order, all later requests of equal shapes and types, until the batch is full.
+Requests that arrive while the model computes wait in the queue. With ``max_wait`` above 0, a batch that is not full
+waits for further requests, at most until its oldest request has been queued for that long::
 
     arrivals    a b   c d e f          g
-    max_wait=0  [a]   [b c d]  [e f]   [g]       batches of what arrived during the previous one
+    max_wait=0  [a]   [b c d]  [e f]   [g]       each batch has the requests that arrived during the previous one
 """
 
 from __future__ import annotations
@@ -34,9 +35,12 @@ _CLOSE_SECONDS = 5.0  # for the model to end its batches when the server closes
 
 @dataclass(eq=False)
 class Queued:
-    """A request in the queue. ``answer`` gets all outputs, or a :class:`RequestError`; a request whose answer is
-    cancelled is not computed, or its outputs are dropped. ``kind``: shapes and types; requests of equal kind can share
-    a batch."""
+    """A request in the queue.
+
+    ``answer``: a future that gets all outputs, or a :class:`RequestError`. If it is cancelled before the request's
+    batch starts, the request is not computed. ``kind``: the shapes of a row and the dtypes of the tensors. Only
+    requests of equal kind can share a batch.
+    """
 
     tensors: list[Tensor]
     answer: Future[BatchOutputs] = field(default_factory=Future)
@@ -50,7 +54,7 @@ class Queued:
 
 
 class Batcher:
-    """The queue and its thread. :meth:`start` begins, :meth:`close` ends."""
+    """Queues requests and computes them in batches, between :meth:`start` and :meth:`close`."""
 
     def __init__(self, model: ServedModel, config: ServeConfig, metrics: ServeMetrics) -> None:
         self._model, self._config, self._metrics = model, config, metrics
@@ -66,7 +70,7 @@ class Batcher:
         self._model_changed()
 
     def close(self) -> None:
-        """Refuse all queued requests and end the threads. Batches in progress get some seconds to finish."""
+        """Refuse all queued requests and end the threads. Batches in progress get five seconds to finish."""
         with self._changed:
             self._closing = True
             left, self._queue, self._rows = [*self._queue], deque(), 0
@@ -82,8 +86,10 @@ class Batcher:
         return self._rows
 
     def submit(self, tensors: Sequence[Tensor]) -> Future[BatchOutputs]:
-        """Queue a request of at most ``max_batch_rows`` rows; return the future of its outputs. Raises
-        :class:`RequestError` with status 503 if the queue is full."""
+        """Queue a request of at most ``max_batch_rows`` rows, and return the future of its outputs.
+
+        Raises :class:`RequestError` with status 503 if the queue is full.
+        """
         request = Queued(list(tensors))
         with self._changed:
             if self._closing or self._rows + request.rows > self._config.queue_rows:
@@ -101,7 +107,7 @@ class Batcher:
         return request.answer
 
     def _drop(self, request: Queued, answer: Future[BatchOutputs]) -> None:
-        """Remove a cancelled request from the queue, so that it takes no rows of it."""
+        """Remove a request from the queue if its ``answer`` was cancelled, so that other requests can use its rows."""
         if answer.cancelled():
             with self._changed:
                 if request in self._queue:
@@ -130,8 +136,11 @@ class Batcher:
                 self._changed.notify_all()
 
     def _take(self) -> list[Queued]:
-        """Wait for requests and for a model that can compute; remove the next batch from the queue and return it. It is
-        empty when the server closes."""
+        """Wait until there is a request and the model can compute; then remove the next batch from the queue and return
+        it.
+
+        The list is empty when the server closes.
+        """
         with self._changed:
             while not self._closing:
                 batch, full = self._next()
@@ -149,7 +158,7 @@ class Batcher:
         return []
 
     def _next(self) -> tuple[list[Queued], bool]:
-        """Return the batch of the oldest request, and whether no further request fits into it."""
+        """Return the batch that begins with the oldest request, and whether this batch is full."""
         batch, rows = list[Queued](), 0
         for request in self._queue:
             if batch and request.kind != batch[0].kind:
@@ -161,8 +170,11 @@ class Batcher:
         return batch, rows == self._config.max_batch_rows
 
     def _compute(self, batch: Sequence[Queued]) -> None:
-        """Answer a batch. If the model fails, its requests are computed one by one, so that one request cannot fail
-        the others."""
+        """Compute a batch and answer its requests.
+
+        If the model raises an error, each request is computed separately, so that one request cannot make the others
+        fail.
+        """
         started = time.monotonic()
         try:
             outputs = self._run([torch.cat(parts) for parts in zip(*(q.tensors for q in batch))])
@@ -199,7 +211,7 @@ class Batcher:
 
 
 def padded(tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
-    """Return tensors of ``rows`` rows: the given ones, then their last row again and again."""
+    """Return ``tensors`` extended to ``rows`` rows by copies of their last row."""
     return [
         torch.cat([each, each[-1:].expand(rows - len(each), *each.shape[1:])]) for each in tensors
     ]

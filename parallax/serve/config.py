@@ -18,19 +18,20 @@ _LEAST_TOKEN = 16  # characters
 class ServeConfig:
     """How ``parallax serve`` answers requests.
 
-    ``host``: the address to listen on; 0.0.0.0 for all of this machine. ``port``: 0 chooses a free one.
-    ``max_batch_rows``: the most rows that the model computes at once, and so the most rows of a request. ``max_wait``:
-    seconds, such as 0.005 or 5ms, that a request waits for others to share its batch; with 0 the model takes the
-    requests that arrived while it computed; with auto, the wait with the smallest predicted 99th percentile of the
-    latencies at ``requests_per_second``. ``requests_per_second``: the expected rate of requests of one row, for which
-    latencies are predicted; 0: none. ``p99``: the seconds, such as 0.05 or 50ms, in which 99% of the requests at this
-    rate should be answered; 0: not given. ``batch_invariant``: pad each batch to ``max_batch_rows`` rows, so that the
-    bits of an answer do not depend on the other requests in its batch. ``queue_rows``: the most rows that wait; further
-    requests get 503. ``timeout``: seconds until a request gets 504, and in which a client must have sent it.
-    ``max_body_bytes``: a larger request gets 413. ``replicas``: the copies of the model, each on an equal part of
-    ``cluster.devices``; a copy that fails is started again while the others answer. ``follow``: take over each new
-    checkpoint of the run. ``token_file``: a file with the token that clients send as ``Authorization: Bearer TOKEN``;
-    empty: no token is needed.
+    ``host``: the address to listen on; 0.0.0.0 listens on all addresses of this machine. ``port``: 0 chooses a free
+    one. ``max_batch_rows``: the largest number of rows in a batch, and so in a request. ``max_wait``: how long a
+    request waits for other requests to share its batch, in seconds, or as text such as 5ms. With 0, a request waits
+    only while the model is busy. With auto, the wait is chosen that has the smallest predicted 99th percentile of
+    latency at ``requests_per_second``. ``requests_per_second``: the expected rate of requests of one row, for which
+    latencies are predicted; 0: no prediction. ``p99``: the time within which 99% of the requests at this rate should be
+    answered, in seconds, or as text such as 50ms; 0: no target. ``batch_invariant``: pad each batch to
+    ``max_batch_rows`` rows, so that the bits of an answer do not depend on the other requests in its batch.
+    ``queue_rows``: the largest number of rows in the queue; further requests get status 503. ``timeout``: seconds after
+    which an unanswered request gets status 504, and within which a client must have sent its request.
+    ``max_body_bytes``: the largest body of a request; a larger one gets status 413. ``replicas``: the number of copies
+    of the model, each on an equal part of ``cluster.devices``; a copy that fails is restarted while the others answer.
+    ``follow``: load each new checkpoint that the run saves. ``token_file``: a file with the token that clients must
+    send as ``Authorization: Bearer TOKEN``; empty: no token is needed.
     """
 
     host: str = "127.0.0.1"
@@ -72,12 +73,12 @@ class ServeConfig:
 
     @property
     def waits_auto(self) -> bool:
-        """Whether ``max_wait`` is still to be chosen."""
+        """Whether ``max_wait`` is auto."""
         return self.max_wait == AUTO
 
     @property
     def wait_seconds(self) -> float:
-        """``max_wait`` as a number; 0 as long as it is auto."""
+        """``max_wait`` in seconds; 0 if it is auto."""
         return 0.0 if self.max_wait == AUTO else parse_seconds(self.max_wait, "serve.max_wait")
 
     @property
@@ -89,7 +90,7 @@ class ServeConfig:
         return parse_bytes(self.max_body_bytes, "serve.max_body_bytes")
 
     def token(self) -> bytes:
-        """Return the token in ``token_file``; empty without a file."""
+        """Return the token in ``token_file``; empty if no file is configured."""
         if not self.token_file:
             return b""
         key = f"serve.token_file={printable(self.token_file)}"

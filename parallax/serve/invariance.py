@@ -1,7 +1,7 @@
-"""Whether the bits of an answer depend on the other rows of its batch.
+"""Test whether the bits of an answer depend on the other rows of its batch.
 
-A matrix product of 32 rows may use another kernel than that of one row, and add in another order. Rows of random
-numbers are computed alone and in batches of several sizes, and compared bit by bit.
+A matrix product of 32 rows may use another kernel than a product of one row, and so add in another order. The test
+computes rows of random numbers alone and in batches of several sizes, and compares the results bit by bit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _FREE_SIZE = 8  # of a dimension that requests choose
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference that another batch made to a row: of output ``name``, in a batch of ``rows`` rows."""
+    """The largest difference between a row's output alone and in a batch.
+
+    ``name``: the output. ``rows``: the number of rows of the batch. ``amount``: the absolute difference.
+    """
 
     name: str
     rows: int
@@ -31,8 +34,10 @@ class Difference:
 
 
 def sample_rows(specs: Sequence[TensorSpec], rows: int) -> list[Tensor]:
-    """Return inputs of ``rows`` rows: random numbers for floating-point inputs, zeros for others, since zero is a valid
-    index."""
+    """Return inputs of ``rows`` rows.
+
+    Floating-point inputs are random. All others are zeros, because zero is a valid index.
+    """
     generator = torch.Generator().manual_seed(_SEED)
     found = []
     for spec in specs:
@@ -45,7 +50,7 @@ def sample_rows(specs: Sequence[TensorSpec], rows: int) -> list[Tensor]:
 
 
 def batch_difference(model: ServedModel, config: ServeConfig) -> Difference | None:
-    """Return how far the answer for a row depends on its batch; None if no bit does."""
+    """Return the largest difference between a row's outputs alone and in a batch; None if all bits are equal."""
     most = config.max_batch_rows
     inputs = sample_rows(model.inputs, most)
 
@@ -79,7 +84,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def difference_text(found: Difference, config: ServeConfig) -> str:
-    """Return the line that says so, and what to do."""
+    """Return a line that reports the difference ``found``, and the setting that prevents it."""
     what = (
         f"the bits of an answer depend on the other requests in its batch (output {found.name}, batch of {found.rows} "
         f"rows: a difference of {found.amount:.2g})"

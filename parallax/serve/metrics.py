@@ -1,4 +1,4 @@
-"""The numbers of a server in the text format of Prometheus."""
+"""The metrics of a server, in the text format of Prometheus."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ROWS = tuple(2**power for power in range(13))
 
 
 class ServeMetrics:
-    """Counts of one server."""
+    """The metrics of one server: counts, times and sizes of requests and batches."""
 
     content_type = CONTENT_TYPE_LATEST
 
@@ -49,7 +49,7 @@ class ServeMetrics:
         return Histogram(name, text, buckets=buckets, registry=self._registry)
 
     def text(self, queued_rows: int, model: ServedModel) -> bytes:
-        """Return all numbers."""
+        """Return all metrics in Prometheus' text format."""
         self._queued.set(queued_rows)
         self._ready.set(model.ready)
         self._fetched.set(model.fetched_bytes)

@@ -24,15 +24,18 @@ DTYPES = {
     "FP64": torch.float64,
     "BF16": torch.bfloat16,
 }
-"""Datatypes of the protocol, and torch's."""
+"""The datatypes of the Open Inference Protocol, and the corresponding torch dtypes."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An input or an output: its name, its type, and the sizes of its dimensions; -1 for the rows, which come first,
-    and for any other size that a request chooses."""
+    """The description of one input or output tensor.
+
+    ``shape``: the size of each dimension. The first dimension is the rows, and is -1. Any other size that may differ
+    between requests is -1, too.
+    """
 
     name: str
     dtype: torch.dtype
@@ -43,15 +46,19 @@ class TensorSpec:
         return NAMES[self.dtype]
 
     def accepts(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor may have ``shape``."""
+        """Return whether a tensor of the given ``shape`` matches this description."""
         return len(shape) == len(self.shape) and all(
             size in (-1, have) for size, have in zip(self.shape, shape)
         )
 
 
 class BatchOutputs(NamedTuple):
-    """The outputs of a batch, as tensors on the CPU, and the version of the weights that computed them. In the
-    answer to a request, ``queue_seconds`` is its wait in the queue, and ``compute_seconds`` the time of its batch."""
+    """The outputs of a batch or of one request.
+
+    ``tensors``: on the CPU. ``version``: the version of the weights that computed them. ``queue_seconds``: how long the
+    request was queued. ``compute_seconds``: how long its batch was computed. Both times are 0 in the outputs of a
+    batch.
+    """
 
     tensors: list[Tensor]
     version: str
@@ -60,21 +67,25 @@ class BatchOutputs(NamedTuple):
 
 
 class ModelFailed(Exception):
-    """The model raised an exception; the text names it."""
+    """Raised if the model raises an exception. The message has that exception's type and the first line of its text."""
 
     @classmethod
     def of(cls, error: Exception) -> ModelFailed:
-        """Return the failure for an exception of the model."""
+        """Return a :class:`ModelFailed` for ``error``, which the model raised."""
         text = (str(error).splitlines() or [""])[0]
         return cls(printable(f"{type(error).__name__}: {text}")[:300])
 
 
 class ServedModel(ABC):
-    """A model that a server runs.
+    """The interface to a model that a server runs.
 
-    ``name``, ``version``  parts of its address; the version is that of the newest weights
-    ``capacity``           batches that :meth:`run` may compute at once; 0 while it cannot compute
-    ``replicas``           copies of the model that are to run; ``ready``: that can compute; ``most``: that may run
+    ``name``, ``version``  parts of the model's URL; the version is that of the newest weights
+    ``inputs``             descriptions of the input tensors
+    ``outputs``            descriptions of the output tensors
+    ``capacity``           the number of batches that :meth:`run` may compute at the same time; 0: it cannot compute now
+    ``replicas``           the requested number of copies of the model
+    ``ready``              the number of copies that can compute now
+    ``most``               the largest number of copies that may be requested
     ``fetched_bytes``      bytes of offloaded parameters fetched so far
     """
 
@@ -88,11 +99,16 @@ class ServedModel(ABC):
 
     @abstractmethod
     def run(self, tensors: Sequence[Tensor]) -> BatchOutputs:
-        """Return the outputs for inputs on the CPU with equal numbers of rows. At most :attr:`capacity` threads call it
-        at once."""
+        """Return the outputs for ``tensors``, which are on the CPU and have equal numbers of rows.
+
+        At most :attr:`capacity` threads call this at the same time.
+        """
 
     def on_change(self, call: Callable[[], None]) -> None:  # noqa: B027
-        """Have ``call`` called, by any thread, when :attr:`capacity` may have changed."""
+        """Register ``call``, which is called from any thread when :attr:`capacity` may have changed."""
 
     def scale(self, replicas: int) -> None:  # noqa: B027
-        """Start or stop copies until ``replicas`` run, between 1 and :attr:`most`. Returns at once."""
+        """Set the requested number of copies, between 1 and :attr:`most`, and return at once.
+
+        Copies are started or stopped afterwards.
+        """

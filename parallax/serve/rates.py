@@ -1,5 +1,8 @@
-"""The latencies of a server at the rate that ``serve.requests_per_second`` states, and what follows from them: the wait
-of ``serve.max_wait=auto``, and the copies of the pipeline that the rate needs."""
+"""Predict the latencies of a server at the rate ``serve.requests_per_second``.
+
+The prediction determines the wait for ``serve.max_wait=auto``, and the number of copies of the pipeline that the rate
+needs.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,12 @@ def server_of(
     threads: int,
     copies: int = 1,
 ) -> Server:
-    """Return the server of a model with these ``times``. ``http``: seconds of the HTTP thread for a request, and for a
-    batch. ``kind``: of the devices; on a CPU all ranks together compute with ``threads`` threads."""
+    """Return the description of a server, from which :mod:`parallax.plan.serving` predicts latencies.
+
+    ``times``: seconds of the model's batches. ``http``: seconds of the HTTP thread for each request, and for each
+    batch. ``kind``: the type of the devices. ``threads``: the number of threads with which all ranks together compute
+    on a CPU.
+    """
     if config.batch_invariant:
         times = times.padded()
     return Server(
@@ -45,8 +52,11 @@ def server_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """The prediction for a ``server`` with the settings of ``serve``, among them a rate. ``max_wait``: chosen if it is
-    auto."""
+    """The predicted latencies of ``server`` under the settings ``config``, which include a rate of requests.
+
+    ``max_wait``: the wait for further requests in seconds, as configured or as chosen for auto. ``load``: the predicted
+    latencies.
+    """
 
     server: Server
     config: ServeConfig
@@ -60,7 +70,7 @@ class Rates:
         return cls(server=server, config=config, max_wait=wait, load=load)
 
     def lines(self) -> list[str]:
-        """Return the wait, if it was chosen, and the latencies."""
+        """Return lines for the user: the wait if it was chosen, and the predicted latencies."""
         found = [self._wait_line()] if self.config.waits_auto else []
         at, limit = f"at {self.load.rate:g} requests/s", self.config.p99_seconds
         if self.load.saturated:
@@ -86,7 +96,7 @@ class Rates:
 
     @property
     def copies(self) -> int | None:
-        """The least number of copies of the pipeline that answers the rate within ``serve.p99``; None if none does."""
+        """The smallest number of pipeline copies that answers the rate within ``serve.p99``; None if no number does."""
         return copies_needed(
             self.server,
             self.config.requests_per_second,
@@ -95,8 +105,11 @@ class Rates:
         )
 
     def copies_line(self, copies: int | None, devices: int, present: int) -> str:
-        """Return how many copies of the pipeline, of ``devices`` devices each, the rate needs. ``present``: the devices
-        at hand."""
+        """Return a line that says how many pipeline copies the rate needs.
+
+        ``copies``: that number, or None. ``devices``: the number of devices of one copy. ``present``: the number of
+        devices that are available.
+        """
         wanted = f"{self.config.requests_per_second:g} requests/s"
         if self.config.p99_seconds:
             wanted += f" within serve.p99={self.config.p99}"
@@ -108,7 +121,7 @@ class Rates:
         return f"{line}; only {present} at hand" if needed > present else line
 
     def _obstacle(self) -> str:
-        """Return what more copies do not change."""
+        """Return the reason why no number of copies is enough."""
         row = self.server.times.latency[0] + self.server.request_seconds + self.server.batch_seconds
         if (limit := self.config.p99_seconds) and row > limit:
             return f"a row alone takes {format_seconds(row)}"
@@ -117,7 +130,7 @@ class Rates:
         return f"the p99 of up to {MOST_COPIES} is longer"
 
     def to_dict(self, copies: int | None) -> dict[str, Any]:
-        """Return plain data."""
+        """Return the prediction as plain data. ``copies``: the needed number of pipeline copies, or None."""
         load = asdict(self.load)
         return {
             **{key: None if math.isinf(value) else value for key, value in load.items()},
@@ -135,7 +148,7 @@ def _wait(server: Server, config: ServeConfig) -> float:
 
 
 def unrated_lines(config: ServeConfig) -> list[str]:
-    """Return what auto is without a rate."""
+    """Return a line for the user about ``serve.max_wait=auto`` without a configured rate; no line for a fixed wait."""
     if not config.waits_auto:
         return []
     return ["serve.max_wait=auto is 0 s, since no rate is stated: add serve.requests_per_second=N"]

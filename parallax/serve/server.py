@@ -1,4 +1,4 @@
-"""Run the server: listen, answer, and end when a signal asks for it, after all requests that wait are answered."""
+"""Run the HTTP server until a signal requests its end. Accepted requests are answered before it ends."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ def serve(
     version: str = "",
     end_requested: Callable[[], object] = lambda: False,
 ) -> None:
-    """Serve ``model`` until ``end_requested`` returns true, or a signal asks to end if this is the main thread.
-    ``announce(address)`` is called when the server listens. ``version``: of Parallax. Raises :class:`ConfigError` for
-    an address that cannot be used."""
+    """Serve ``model`` until ``end_requested`` returns true or, on the main thread, until a signal requests the end.
+
+    ``announce(address)`` is called when the server listens. ``version``: the version of Parallax. Raises
+    :class:`ConfigError` if the server cannot listen on the configured address.
+    """
     token = config.token()
     listening = _listen(config)
     metrics = ServeMetrics()
@@ -71,7 +73,7 @@ def _listen(config: ServeConfig) -> socket.socket:
 
 
 def http_settings(app: ServeApp, config: ServeConfig) -> uvicorn.Config:
-    """Return the settings of a server of ``app``."""
+    """Return uvicorn's settings for the application ``app``."""
     return uvicorn.Config(
         app.asgi,
         http=_protocol(config.timeout),
@@ -87,7 +89,11 @@ def http_settings(app: ServeApp, config: ServeConfig) -> uvicorn.Config:
 
 
 class _HttpServer(uvicorn.Server):
-    """A server that first stops to accept requests, and ends when all are answered; a second signal ends it at once."""
+    """A server that ends gracefully when requested: it refuses new requests, and ends when all accepted ones are
+    answered.
+
+    A second signal ends the server at once.
+    """
 
     def __init__(
         self,
@@ -101,13 +107,13 @@ class _HttpServer(uvicorn.Server):
         self._tasks = set[asyncio.Task[None]]()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to answer, when signals are already handled."""
+        """Listen, then call ``started``. Signals are already handled at this time."""
         await super().startup(sockets)
         self._started()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle requests to end on the event loop."""
+        """A context in which signals, and ``end_requested``, end the server gracefully."""
         self._tasks.add(asyncio.ensure_future(self._until_requested()))
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -143,8 +149,10 @@ class _HttpServer(uvicorn.Server):
 
 
 def _protocol(seconds: float) -> type[asyncio.Protocol]:
-    """Return the HTTP protocol that closes a connection whose request line and headers do not arrive in ``seconds``.
-    Uvicorn's own waits for them for ever."""
+    """Return a subclass of uvicorn's HTTP protocol with a time limit for requests.
+
+    It closes a connection if the request line and headers do not arrive within ``seconds``; uvicorn waits for ever.
+    """
 
     class PromptProtocol(H11Protocol):
         _timer: asyncio.TimerHandle | None = None
@@ -166,7 +174,7 @@ def _protocol(seconds: float) -> type[asyncio.Protocol]:
             self._stop()  # the keep-alive timeout counts until the next byte
 
         def _expect_head(self) -> None:
-            """Start the timer when a request begins, and stop it when its headers are complete."""
+            """Start the timer at the beginning of a request, and stop it when the request's headers are complete."""
             if self.conn.their_state is not h11.IDLE:
                 self._stop()
             elif self._timer is None:

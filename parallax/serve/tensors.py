@@ -1,6 +1,6 @@
-"""Read inference requests and write responses: JSON, and the protocol's extension for binary tensor data.
+"""Read inference requests and write responses, as JSON or with the protocol's extension for binary tensor data.
 
-A request's tensors are checked against the model's description here, so that a wrong request never shares a batch.
+A request's tensors are checked against the model's description here, so an invalid request never shares a batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PIECE = 2**12  # numbers that are written as JSON in one call, which takes some
 
 
 class RequestError(Exception):
-    """A request that gets no tensors. ``status``: the HTTP status; ``retry_seconds``: when to try again."""
+    """Raised if a request is refused. ``status``: the HTTP status. ``retry_seconds``: when to try again; 0: no hint."""
 
     def __init__(self, status: int, reason: str, retry_seconds: int = 0) -> None:
         super().__init__(reason)
@@ -34,8 +34,11 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class InferRequest:
-    """A checked request: the inputs in the model's order, and the indices of the requested outputs, each with whether
-    its data are to be binary."""
+    """A checked request.
+
+    ``tensors``: the inputs in the model's order. ``outputs``: for each requested output its index, and whether its data
+    are returned as binary data instead of JSON. ``id``: the client's own name of the request.
+    """
 
     tensors: list[Tensor]
     outputs: list[tuple[int, bool]]
@@ -47,21 +50,24 @@ class InferRequest:
 
 
 def shown(value: Any) -> str:
-    """Return a client's value as short printable text."""
+    """Return a value from a client as printable text of at most 64 characters, for messages."""
     text = printable(str(value)[: _LONGEST + 1])
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def bad(reason: str) -> RequestError:
-    """Return the error of a wrong request."""
+    """Return the error for an invalid request, with status 400."""
     return RequestError(400, reason)
 
 
 def read_request(
     body: bytes, header_bytes: str | None, model: ServedModel, max_rows: int
 ) -> InferRequest:
-    """Return the request in ``body``. ``header_bytes``: the value of Inference-Header-Content-Length, the bytes of the
-    JSON part; None if all of it is JSON. Raises :class:`RequestError` with status 400 for a wrong request."""
+    """Return the request in ``body``.
+
+    ``header_bytes``: the value of the header Inference-Header-Content-Length, which is the size of the body's JSON part
+    in bytes; None if the whole body is JSON. Raises :class:`RequestError` with status 400 for an invalid request.
+    """
     length = len(body) if header_bytes is None else _length(header_bytes, len(body))
     keys = ("id", "parameters", "inputs", "outputs", "model_name", "model_version")
     tree = _object("the request", _parse(body[:length]), keys)
@@ -153,7 +159,7 @@ def _inputs(given: Any, binary: memoryview, model: ServedModel) -> list[Tensor]:
 
 
 def _checked_shape(entry: Mapping[str, Any], spec: TensorSpec) -> tuple[int, ...]:
-    """Return the shape of an input, after checking its shape and its type."""
+    """Return the shape in ``entry``. Raises :class:`RequestError` if shape or datatype do not match ``spec``."""
     name, datatype, shape = spec.name, entry.get("datatype"), entry.get("shape")
     if datatype != spec.datatype:
         raise bad(
@@ -229,7 +235,7 @@ def _from_json(entry: Mapping[str, Any], spec: TensorSpec, shape: tuple[int, ...
 
 
 def _flat(data: list[Any], shape: tuple[int, ...], name: str) -> list[Any]:
-    """Return the values of ``data``, which is flat or nested as ``shape``."""
+    """Return the values in ``data``, which is a flat list or a list nested like ``shape``, as a flat list."""
     values = data
     for size in shape[1:]:
         if not values or not isinstance(values[0], list):
@@ -268,8 +274,11 @@ def _outputs(given: Any, model: ServedModel, *, binary: bool) -> list[tuple[int,
 def write_response(
     request: InferRequest, model: ServedModel, outputs: BatchOutputs
 ) -> tuple[bytes, int | None]:
-    """Return the body of a response with ``outputs``, all of the model, and the bytes of its JSON part if
-    binary data follow it."""
+    """Return the body of the response, and the size of its JSON part in bytes if binary data follow that part, else
+    None.
+
+    ``outputs`` has all outputs of the model; the body contains those that ``request`` asks for.
+    """
     entries, parts = list[str](), list[bytes]()
     for index, binary in request.outputs:
         spec, tensor = model.outputs[index], outputs.tensors[index].contiguous()
@@ -292,18 +301,21 @@ def write_response(
 
 
 def json_numbers(request: InferRequest, outputs: BatchOutputs) -> int:
-    """Return how many numbers of ``outputs`` the response has as JSON."""
+    """Return how many numbers of ``outputs`` the response contains as JSON."""
     return sum(outputs.tensors[index].numel() for index, binary in request.outputs if not binary)
 
 
 def _numbers(tensor: Tensor) -> str:
-    """Return the elements as JSON, in pieces: between two of them other threads can run."""
+    """Return the elements as comma-separated JSON numbers.
+
+    They are converted in pieces, so that other threads can run in between.
+    """
     pieces = tensor.reshape(-1).split(_PIECE)
     return ", ".join(json.dumps(piece.tolist())[1:-1] for piece in pieces)
 
 
 def metadata(model: ServedModel) -> dict[str, Any]:
-    """Return the protocol's description of a model."""
+    """Return the description of ``model`` that the protocol defines, as plain data."""
 
     def listed(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
         return [{"name": s.name, "datatype": s.datatype, "shape": list(s.shape)} for s in specs]

@@ -1,9 +1,12 @@
-"""Measure a server at its start: the seconds of batches, and the seconds of the HTTP thread for a request.
+"""Measure a server's costs when it starts: the seconds of batches, and the HTTP thread's seconds for a request.
 
-``TimedModel`` times batches of several sizes. ``http_seconds`` sends requests to a server of the model over loopback,
-and reads the processor time of the server's threads besides the model: the client's time does not count, nor that of
-other processes. The requests come one by one at the stated rate while the model computes. Then each one wakes the HTTP
-thread, and the model's weights have filled the caches meanwhile; requests that come together cost half as much.
+:class:`TimedModel` times batches of several sizes. :func:`http_seconds` sends requests over loopback to a server of the
+model. It reads the processor time of the server's threads outside the model, so the time of the client and of other
+processes does not count.
+
+The requests arrive one by one at the configured rate, while the model computes. This matters: requests that arrive
+together cost half as much, because then the HTTP thread need not be woken for each one, and the model's weights have
+not evicted its data from the caches in between.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ _FREE_SIZE = 8  # of a dimension that requests choose
 
 
 class TimedModel(ServedModel):
-    """``model``, and the seconds of each batch that it computed, by its rows."""
+    """A wrapper of ``model`` that measures the seconds of each batch."""
 
     def __init__(self, model: ServedModel) -> None:
         self.name, self.version = model.name, model.version
@@ -60,7 +63,10 @@ class TimedModel(ServedModel):
         return outputs
 
     def repeat(self, config: ServeConfig) -> None:
-        """Compute batches of several sizes some times: the time of a batch jumps where another kernel is chosen."""
+        """Compute batches of several sizes, up to five times each.
+
+        Several sizes are measured because the time of a batch jumps at sizes where the library selects another kernel.
+        """
         most = config.max_batch_rows
         inputs = sample_rows(self.inputs, most)
         powers = {2**power for power in range(most.bit_length())}
@@ -73,12 +79,16 @@ class TimedModel(ServedModel):
 
     @property
     def seconds(self) -> dict[int, float]:
-        """The median seconds by rows."""
+        """{number of rows: median seconds of the batches of this size}."""
         return {rows: statistics.median(self._measured[rows]) for rows in sorted(self._measured)}
 
 
 class _Metered(ServedModel):
-    """``model`` under another address. ``outside``: the processor seconds of its thread between its ``batches``."""
+    """A wrapper of ``model`` that measures the time of the thread which calls it.
+
+    ``outside``: that thread's processor seconds between the end of one batch and the start of the next. ``batches``:
+    the number of batches.
+    """
 
     name, version = "cost", "1"
 
@@ -99,8 +109,11 @@ class _Metered(ServedModel):
 
 
 class Prepared(ServedModel):
-    """A model that reads as many bytes as ``weight_bytes``, and has inputs and outputs of some bytes a row, at most for
-    ``rows`` rows."""
+    """A stand-in for a model whose weights are not loaded, to measure the HTTP thread's costs.
+
+    For each batch it reads ``weight_bytes`` bytes, but at most 256 MiB. A row has ``input_bytes`` of inputs and
+    ``output_bytes`` of outputs. A batch has at most ``rows`` rows.
+    """
 
     name, version = "prepared", "1"
 
@@ -126,14 +139,17 @@ class _LoopbackServer(uvicorn.Server):
 
 
 class HttpSeconds(NamedTuple):
-    """The processor seconds of a server besides the model's: for each request, and for each batch."""
+    """The processor seconds of a server outside the model: for each request, and for each batch."""
 
     request: float
     batch: float
 
 
 def http_seconds(model: ServedModel, config: ServeConfig) -> HttpSeconds:
-    """Return the seconds in which a server of ``model`` reads and answers requests of one row with binary data."""
+    """Return the seconds in which a server of ``model`` reads and answers requests of one row with binary data.
+
+    The rate is the configured one, but at least 50 requests per second.
+    """
     metered, metrics = _Metered(model), ServeMetrics()
     plain = ServeConfig(max_batch_rows=config.max_batch_rows, max_body_bytes="1TiB")
     rate = max(_LEAST_RATE, config.requests_per_second)
@@ -155,7 +171,10 @@ def http_seconds(model: ServedModel, config: ServeConfig) -> HttpSeconds:
 async def _measured(
     app: ServeApp, config: ServeConfig, model: _Metered, listening: socket.socket, rate: float
 ) -> tuple[list[tuple[int, int]], list[float]]:
-    """Return requests and batches, and the seconds for them, of two clients: of a part of ``rate``, and of ``rate``."""
+    """Send requests at half of ``rate``, then at ``rate``.
+
+    Return, for both rates, (number of requests, number of batches) and the server's processor seconds.
+    """
     server = _LoopbackServer(http_settings(app, config))
     running = asyncio.ensure_future(server.serve(sockets=[listening]))
     address, content = listening.getsockname(), _request(model)
@@ -209,8 +228,11 @@ def _request(model: ServedModel) -> bytes:
 
 
 def _exchange(connections: Sequence[socket.socket], content: bytes, gaps: Sequence[float]) -> int:
-    """Send a request after each of ``gaps`` seconds, or later if all connections wait for an answer; read all answers.
-    It ends when the time of the turn is over; return the number of requests."""
+    """Send requests, read all answers, and return the number of requests.
+
+    ``gaps``: the seconds before each request. A request is sent later if all connections wait for an
+    answer. No further request is sent after 0.8 s.
+    """
     idle, count, due = [*connections], 0, time.monotonic()
     end = due + 2 * _SECONDS
     with selectors.DefaultSelector() as waiting:
@@ -234,7 +256,7 @@ def _exchange(connections: Sequence[socket.socket], content: bytes, gaps: Sequen
 def _collect(
     waiting: selectors.BaseSelector, idle: list[socket.socket], timeout: float | None
 ) -> None:
-    """Read the answers that have begun to arrive."""
+    """Read every answer that has begun to arrive, and move its connection from ``waiting`` to ``idle``."""
     for key, _ in waiting.select(timeout):
         connection = key.fileobj
         assert isinstance(connection, socket.socket)

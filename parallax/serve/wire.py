@@ -1,10 +1,10 @@
-"""Messages between the server and the ranks of a model: JSON and tensors over a socket.
+"""Send and receive messages between the server and the ranks of a model: JSON and tensors over a socket.
 
 ::
 
     8 bytes   length of the JSON
     JSON      {"message": {...}, "tensors": [["float32", [4, 10]], ...]}
-    bytes     of each tensor in order
+    bytes     the values of each tensor, in order
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_JSON = 1 << 26  # bytes; a longer one is no message of ours
 
 
 def send(link: socket.socket, message: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
-    """Send ``message`` with ``tensors``, which are on the CPU. Raises OSError if the peer has ended."""
+    """Send ``message`` with ``tensors``, which are on the CPU. Raises OSError if the peer has closed the connection."""
     listed = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in tensors]
     head = json.dumps({"message": message, "tensors": listed}).encode()
     link.sendall(_LENGTH.pack(len(head)) + head)
@@ -36,7 +36,7 @@ def send(link: socket.socket, message: dict[str, Any], tensors: Sequence[Tensor]
 
 
 def receive(link: socket.socket) -> tuple[dict[str, Any], list[Tensor]]:
-    """Return the next message and its tensors. Raises OSError if the peer has ended."""
+    """Return the next message and its tensors. Raises OSError if the peer has closed the connection."""
     length = bytearray(_LENGTH.size)
     _fill(link, memoryview(length))
     (size,) = _LENGTH.unpack(length)
@@ -55,8 +55,11 @@ def receive(link: socket.socket) -> tuple[dict[str, Any], list[Tensor]]:
 
 @contextlib.contextmanager
 def short_path(path: Path) -> Iterator[str]:
-    """A context with an address for the socket at ``path``. An address has at most 108 bytes, and a path may have more;
-    on Linux its folder is named by an open file."""
+    """A context that yields a short address for the Unix socket at ``path``.
+
+    An address has at most 108 bytes, and a path may be longer. On Linux the address names the socket's folder by an
+    open file descriptor; elsewhere it is ``path``.
+    """
     if not Path("/proc/self/fd").is_dir():
         yield str(path)
         return
@@ -68,7 +71,7 @@ def short_path(path: Path) -> Iterator[str]:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor."""
+    """Return the memory of a contiguous CPU tensor as bytes."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
