@@ -1,10 +1,11 @@
 """The configuration of a run: from overrides to one validated, typed object, and back to text.
 
 Hydra composes files and overrides well, but reports mistakes badly: it silently accepts ``+modle.layers=3``, and prints
-a page of text for other mistakes. So Hydra only merges here. Every key and value of the result is then read into the
-component dataclasses, which know what they accept; the same reader takes a run's ``config.yaml``. Ranks read only that
-file, so Hydra is not imported before it is used. :mod:`.options` finds the option files, :mod:`.multirun` handles
-several runs from one command line.
+a page of text for other mistakes. So Hydra only merges here. Every key and value of the merged result is then read into
+the component dataclasses, which check the values. The ``config.yaml`` of a run is read in the same way. Ranks read only
+that file, so Hydra is not imported before it is used.
+
+:mod:`.options` finds the option files. :mod:`.multirun` handles several runs from one command line.
 """
 
 from __future__ import annotations
@@ -75,15 +76,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The settings of a run. ``name``: its directory is ``runs/<name>``. ``seed``: the seed of initial weights, dropout
-    and the order of rows. ``task``: what `parallax plan` plans for: training; evaluation, which runs forwards and
-    computes the loss; or inference, which runs forwards and keeps the outputs of a batch. ``compile``: compile the
-    forward of each block with torch.compile, which takes a while at the first step. ``metrics``: metrics of
-    torchmetrics, computed on the held-out rows, and also on the rows of each step if a metric needs only sums: a list
-    of names such as accuracy, top5, f1, auroc and perplexity, or of {name: NAME, kwargs: {KEY: VALUE}, target:
-    package.module:Class}. ``callbacks``: your own code in the training loop, a list of ``package.module:factory`` or of
-    ``{target: package.module:factory, kwargs: {...}, on_error: note}``; an error of a callback ends the run unless
-    ``on_error`` is note."""
+    """The settings of a run.
+
+    ``name``: the run's directory is ``runs/<name>``. ``seed``: the seed of initial weights, dropout and the order of
+    rows. ``task``: what `parallax plan` plans for. The tasks are training; evaluation, which runs forwards and computes
+    the loss; and inference, which runs forwards and keeps the outputs of a batch. ``compile``: compile the forward of
+    each block with torch.compile, which makes the first step slow. ``metrics``: metrics of torchmetrics. They are
+    computed on the held-out rows. A metric that needs only sums is also computed on the rows of each step. An entry of
+    the list is a name, such as accuracy, top5, f1, auroc or perplexity, or {name: NAME, kwargs: {KEY: VALUE}, target:
+    package.module:Class}. ``callbacks``: your own code in the training loop. An entry of the list is
+    ``package.module:factory`` or ``{target: package.module:factory, kwargs: {...}, on_error: note}``. An error of a
+    callback ends the run unless ``on_error`` is note.
+    """
 
     name: str = "auto"
     seed: int = 1
@@ -127,7 +131,7 @@ class RunConfig:
 
     @property
     def metrics_config(self) -> MetricsConfig:
-        """The metrics, with the kind of targets that the loss takes."""
+        """The configured metrics, with the properties of the loss that tell them how to read targets and outputs."""
         return MetricsConfig(
             metrics=MetricsConfig.read(self.metrics),
             ignored=self.loss.ignore_index,
@@ -143,11 +147,11 @@ def is_name(text: str) -> bool:
 
 
 def compose(overrides: Sequence[str], base: RunConfig | None = None) -> RunConfig:
-    """Return the defaults, or ``base``, changed by ``overrides`` in Hydra's grammar (``model=mlp trainer.steps=80
-    swap=off``).
+    """Return the default configuration, or ``base``, changed by ``overrides``.
 
-    Leaves no Hydra state, folder or logging in the process. A mistake raises :class:`ConfigError` in one line with the
-    key, the value, the accepted values and the most similar name.
+    ``overrides`` are in Hydra's grammar: ``model=mlp trainer.steps=80 swap=off``. No Hydra state, folder or logging is
+    left in the process. A mistake raises :class:`ConfigError` with a message of one line: the key, the value, the
+    accepted values and the most similar name.
     """
     mistakes = Mistakes()
     requested = _Requested.read(overrides, mistakes)
@@ -165,7 +169,10 @@ def compose(overrides: Sequence[str], base: RunConfig | None = None) -> RunConfi
 
 
 def composed_tree(overrides: Sequence[str], *, resolve: bool) -> dict[str, Any]:
-    """Return the settings of :func:`compose` as plain data, with interpolations as written or resolved."""
+    """Return the settings that :func:`compose` would read, as plain data.
+
+    ``resolve``: replace each interpolation ``${...}`` by its value; otherwise interpolations stay as written.
+    """
     mistakes = Mistakes()
     requested = _Requested.read(overrides, mistakes)
     mistakes.raise_collected()
@@ -176,8 +183,10 @@ def composed_tree(overrides: Sequence[str], *, resolve: bool) -> dict[str, Any]:
 
 
 def override_value(overrides: Sequence[str], key: str) -> str:
-    """Return the value of ``key`` in ``overrides``, as text. The last override of the key counts; without one, return
-    ""."""
+    """Return the value that ``overrides`` set for ``key``, as text; "" if none sets the key.
+
+    The last override counts.
+    """
     options, others = OptionFolders.of(overrides)
     parsed = [parse(word, options) for word in others]
     found = [override for override in parsed if override.key_or_group == key]
@@ -185,15 +194,16 @@ def override_value(overrides: Sequence[str], key: str) -> str:
 
 
 def dump(config: RunConfig) -> str:
-    """Return ``config`` as YAML with every key, plain data and ASCII only; :func:`load` returns an equal object."""
+    """Return ``config`` as YAML with every key, in ASCII and plain data only; :func:`load` returns an equal object."""
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
 
 
 def load(text: str, added: list[str] | None = None) -> RunConfig:
-    """Read the configuration that :func:`dump` wrote, validated as :func:`compose` does.
+    """Return the configuration that :func:`dump` wrote as ``text``, validated as :func:`compose` does.
 
-    If ``added`` is a list, settings that the text lacks get their defaults and are appended to it, as long as the text
-    has the first and the last: such a text was written by a version without these settings, and is not cut.
+    If ``added`` is a list, settings that are missing in ``text`` get their defaults and are appended to ``added``. An
+    older version of Parallax wrote such a text. This applies only if ``text`` has the first and the last setting;
+    otherwise the text may be truncated, and missing settings raise :class:`ConfigError`.
 
     A user's schedule is imported, so first check that the user trusts the file (:mod:`parallax.common.trust`).
     """
@@ -209,7 +219,7 @@ def load(text: str, added: list[str] | None = None) -> RunConfig:
 
 
 def fingerprint(config: RunConfig) -> str:
-    """Return sixteen hex digits that are equal on two ranks exactly if their configurations are equal."""
+    """Return sixteen hexadecimal digits, a hash by which ranks check that their configurations are equal."""
     text = yaml.safe_dump(dataclasses.asdict(config), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -220,7 +230,10 @@ def differences(a: RunConfig, b: RunConfig) -> list[str]:
 
 
 def changes(a: RunConfig, b: RunConfig) -> dict[str, tuple[str, str]]:
-    """Return key → (value in ``a``, value in ``b``), each as one line, for the keys whose values differ."""
+    """Return {key: (value in ``a``, value in ``b``)} for the keys whose values differ.
+
+    Each value is one line of text.
+    """
     left, right = leaves(dataclasses.asdict(a)), leaves(dataclasses.asdict(b))
     return {
         printable(key): (left.get(key, "absent"), right.get(key, "absent"))
@@ -233,8 +246,10 @@ def changes(a: RunConfig, b: RunConfig) -> dict[str, tuple[str, str]]:
 
 
 def parse(text: str, options: OptionFolders, *, sweeps: bool = False) -> Override:
-    """Return the parsed override, or raise with the reason why it is invalid. ``sweeps``: accept several values for one
-    key."""
+    """Return the parsed override ``text``. Raises :class:`ConfigError` with the reason if ``text`` is invalid.
+
+    ``sweeps``: accept several values for one key.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -296,9 +311,12 @@ def _option(text: str, override: Override, options: OptionFolders) -> str:
 
 
 def elsewhere(key: str, accepted: Collection[str] = ()) -> str:
-    """Return a hint for an unknown ``key``. It finds a key without its group, such as ``steps=80``; a key under the
-    wrong group, such as ``trainer.lr``; a key of another trainer, such as ``batch_size=8``; and an argument of the
-    user's factory. ``accepted``: the keys of the group that ``key`` names."""
+    """Return a hint for the unknown key ``key``, or "" if there is none.
+
+    A hint is found for a key without its group, such as ``steps=80``; a key in the wrong group, such as ``trainer.lr``;
+    a key of another trainer, such as ``batch_size=8``; and an argument of the user's factory. ``accepted``: the keys of
+    the group to which ``key`` belongs.
+    """
     group, _, leaf = key.rpartition(".")
     groups = field_types(RunConfig)
     if group and group not in groups:
@@ -326,7 +344,7 @@ def elsewhere(key: str, accepted: Collection[str] = ()) -> str:
 
 
 def _kinds(group: str) -> list[type[Any]]:
-    """Return the dataclasses of the options of ``group``; none for a key that is not a group."""
+    """Return the dataclasses of the options of ``group``; an empty list if ``group`` is not a group."""
     return dataclasses_of(field_types(RunConfig).get(group))
 
 
@@ -335,8 +353,11 @@ def _kinds(group: str) -> list[type[Any]]:
 
 @dataclass(frozen=True)
 class _Requested:
-    """Parsed overrides: the option chosen for each group ("" for none), the values that are set, and the keys to
-    remove."""
+    """Parsed overrides.
+
+    ``groups``: {group: chosen option}; "" if no option is chosen. ``values``: {key: override that sets it}.
+    ``removed``: the keys to remove.
+    """
 
     options: OptionFolders
     groups: dict[str, str]
@@ -345,7 +366,10 @@ class _Requested:
 
     @classmethod
     def read(cls, overrides: Sequence[str], mistakes: Mistakes) -> _Requested:
-        """Parse the overrides; the last override of a key counts. Invalid overrides are added to ``mistakes``."""
+        """Return the parsed ``overrides``.
+
+        The last override of a key counts. Errors of invalid ones are added to ``mistakes``.
+        """
         options, others = OptionFolders.of(overrides)
         requested = cls(options, {}, {}, [])
         for text in others:
@@ -362,7 +386,7 @@ class _Requested:
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """Return the overrides that choose options."""
+        """The overrides that choose options, in Hydra's syntax."""
         return tuple(
             self.options.chosen(group, name) for group, name in self.groups.items() if name
         )
@@ -370,8 +394,11 @@ class _Requested:
     def merge(
         self, numbers: Mapping[str, float] = MappingProxyType({}), *, resolve: bool = True
     ) -> dict[str, Any]:
-        """Return, as plain data, the merged files of the chosen options, changed by ``numbers`` and then by the
-        overrides. The prefixes ``+`` and ``++`` of overrides are ignored, because keys are checked afterwards."""
+        """Return the merged files of the chosen options as plain data, changed first by ``numbers``, then by the
+        overrides.
+
+        The prefixes ``+`` and ``++`` of overrides are ignored, because keys are checked afterwards.
+        """
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
@@ -393,8 +420,10 @@ class _Requested:
 
 
 def _broken() -> tuple[type[Exception], ...]:
-    """Return the exception types of a failed merge. The caller has checked that keys and options exist, so the cause is
-    a value of the wrong shape or a broken file."""
+    """Return the types of the exceptions that a failed merge raises.
+
+    Keys and options are checked before a merge, so the cause is a value of the wrong structure or a broken file.
+    """
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -402,7 +431,7 @@ def _broken() -> tuple[type[Exception], ...]:
 
 
 def _merged(options: OptionFolders, chosen: tuple[str, ...]) -> DictConfig:
-    """Return a copy of the files of the ``chosen`` options, merged."""
+    """Return a new copy of the merged files of the ``chosen`` options."""
     try:
         return copy.deepcopy(_composed(options, chosen))
     except _broken() as error:
@@ -411,8 +440,10 @@ def _merged(options: OptionFolders, chosen: tuple[str, ...]) -> DictConfig:
 
 @functools.cache
 def _composed(options: OptionFolders, chosen: tuple[str, ...]) -> DictConfig:
-    """Return the files of the ``chosen`` options, merged. The result is cached, because Hydra takes a tenth of a
-    second."""
+    """Return the merged files of the ``chosen`` options.
+
+    The result is cached, because Hydra takes a tenth of a second.
+    """
     import hydra
 
     with opened(options, nodes()):
@@ -420,8 +451,10 @@ def _composed(options: OptionFolders, chosen: tuple[str, ...]) -> DictConfig:
 
 
 def nodes() -> Nodes:
-    """Return the default values of each dataclass under the name that Hydra knows it by: ``/parallax/<group>``, or
-    ``/parallax/<group>/<name>`` if the group has several dataclasses."""
+    """Return {(group, name): default values} for each dataclass, by the group and name under which Hydra finds them.
+
+    Hydra's path is ``/parallax/<group>``, or ``/parallax/<group>/<name>`` if the group has several dataclasses.
+    """
     found: Nodes = {("parallax", "run"): defaults(RunConfig)}
     for group in field_types(RunConfig):
         several = len(_kinds(group)) > 1
@@ -432,10 +465,10 @@ def nodes() -> Nodes:
 
 
 def _onto(base: RunConfig, requested: _Requested) -> dict[str, Any]:
-    """Return ``base`` as plain data, changed by the chosen options and values in ``requested``.
+    """Return ``base`` as plain data, changed by the options and values in ``requested``.
 
-    Hydra gets only the numbers of ``base``, for interpolations. It does not get the texts, which may come from an
-    untrusted file.
+    Interpolations in the values may refer to numbers in ``base``, so Hydra gets these numbers. Hydra does not get the
+    texts in ``base``, because they may come from an untrusted file.
     """
     tree: dict[str, Any] = yaml.safe_load(dump(base))
     if requested.chosen:
@@ -454,7 +487,7 @@ def _onto(base: RunConfig, requested: _Requested) -> dict[str, Any]:
 
 
 def _unresolved(merged: DictConfig, error: Exception) -> NoReturn:
-    """Raise :class:`ConfigError` that names the key whose ``${…}`` has no value."""
+    """Raise :class:`ConfigError` that names the key whose interpolation ``${...}`` cannot be resolved."""
     from omegaconf import OmegaConf
 
     raw = leaves(typing.cast(dict[str, Any], OmegaConf.to_container(merged)))
@@ -467,8 +500,10 @@ def _unresolved(merged: DictConfig, error: Exception) -> NoReturn:
 
 
 def _remove(tree: dict[str, Any], key: str) -> None:
-    """Remove ``key`` from ``tree``. Raises :class:`ConfigError` unless the key is in a dictionary of free keys, such as
-    ``model.kwargs``."""
+    """Remove ``key`` from ``tree``.
+
+    Raises :class:`ConfigError` unless the user chooses the keys of this dictionary freely, as in ``model.kwargs``.
+    """
     *parents, leaf = key.split(".")
     node: Any = tree
     for part in parents:
@@ -489,9 +524,12 @@ def _remove(tree: dict[str, Any], key: str) -> None:
 
 
 def _read_run(tree: Any, mistakes: Mistakes, added: list[str] | None = None) -> RunConfig:
-    """Return the configuration, with each group read into the dataclass that the group's ``name`` selects. Raises one
-    error that lists ``mistakes`` and all wrong keys. If there are none, values are checked, and one error lists all
-    wrong values. If ``added`` is a list, missing keys get their defaults and are appended to it."""
+    """Return the configuration in ``tree``, with each group read into the dataclass that the group's ``name`` selects.
+
+    Keys are checked first: one error lists all wrong keys together with ``mistakes``. If there are none, values are
+    checked, and one error lists all wrong values. If ``added`` is a list, missing keys get their defaults and are
+    appended to it.
+    """
     groups = [key for key in field_types(RunConfig) if _kinds(key)]
     if added is not None and (new := set(groups) - {"model", "data", "cluster"} - set(tree)):
         usual = plain_yaml(dump(compose([])))
@@ -523,5 +561,5 @@ def _read_run(tree: Any, mistakes: Mistakes, added: list[str] | None = None) -> 
 
 
 def _one_line(error: Exception) -> str:
-    """Return the first line of the error's text; Hydra and OmegaConf add pages of context."""
+    """Return the first line of the error's message. Hydra and OmegaConf append pages of context to it."""
     return printable((str(error).splitlines() or [type(error).__name__])[0])

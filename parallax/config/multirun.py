@@ -1,15 +1,15 @@
-"""Run several runs from one command line, by Hydra's lists, ranges, sweepers and launchers.
+"""Run several runs from one command line, with Hydra's lists, ranges, sweepers and launchers.
 
-A sweep has one run for each combination of values, called a point. Hydra chooses the points and the processes that run
-them; the caller provides the function that runs one point:
+A sweep has one run for each combination of values; a combination is called a point. Hydra's sweeper chooses the points,
+and Hydra's launcher the processes that run them. The caller provides ``job``, the function that runs one point:
 
 ::
 
-    train -m model=gpt,mlp cluster.devices=1,2  ──sweeper──>  4 lists of overrides  ──launcher──>  job(overrides), each
+    train -m model=gpt,mlp cluster.devices=1,2  ──sweeper──>  4 lists of overrides  ──launcher──>  4 × job(overrides)
 
-Hydra's basic sweeper takes all combinations of the values, so all points are known and can be checked before the first
-one starts. A searching sweeper, such as Optuna's, chooses each point from the results of earlier ones. A launcher calls
-the job in this process, or pickles it and calls it in another, on this machine or elsewhere.
+Hydra's basic sweeper takes all combinations of the values, so all points are known, and can be checked, before the
+first run starts. A searching sweeper, such as Optuna's, chooses each point from the results of earlier ones. A launcher
+calls the job in this process, or pickles the job and calls it in another process, on this machine or elsewhere.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 Job = Callable[[list[str]], float]
-"""Runs a point, given by its overrides, and returns the number that a searching sweeper minimises."""
+"""A function that runs one point, given by the point's overrides, and returns the number that a searching sweeper
+minimises.
+"""
 
 _FOLDERS = ("hydra.sweep.", "hydra.run.", "hydra.output_subdir", "hydra.job.chdir")
 _LONGEST = 300  # characters of Hydra's message
@@ -46,7 +48,7 @@ _IN_TURN = "BasicLauncher"
 
 
 def wants_sweep(overrides: Sequence[str]) -> bool:
-    """Whether the overrides ask for a sweep."""
+    """Return whether the overrides request a sweep, by ``hydra.mode=MULTIRUN``."""
     return any(word.lstrip("+").upper() == "HYDRA.MODE=MULTIRUN" for word in overrides)
 
 
@@ -54,9 +56,9 @@ def wants_sweep(overrides: Sequence[str]) -> bool:
 class Multirun:
     """A requested sweep.
 
-    ``name``: the value of ``name=``, or auto. ``overrides``: all other overrides, in Hydra's syntax. ``points``: the
-    overrides of each point; None for a searching sweeper. ``alike``: the keys that have one value in all points.
-    ``in_turn``: whether points run one after another in this process.
+    ``name``: the value of ``name=``, or auto. ``hydra``: overrides of Hydra's own settings. ``overrides``: all other
+    overrides, in Hydra's syntax. ``points``: the overrides of each point; None for a searching sweeper. ``alike``: the
+    keys that have one value in all points. ``in_turn``: whether points run one after another in this process.
     """
 
     name: str
@@ -69,7 +71,10 @@ class Multirun:
 
     @classmethod
     def read(cls, overrides: Sequence[str]) -> Multirun:
-        """Parse ``overrides``. Raises :class:`ConfigError` in one line if they are invalid."""
+        """Return the sweep that ``overrides`` request.
+
+        Raises :class:`ConfigError` with a message of one line if they are invalid.
+        """
         options, others = OptionFolders.of(overrides)
         hydra = tuple(_own(word) for word in others if of_hydra(word))
         name, typed = _typed([word for word in others if not of_hydra(word)], options)
@@ -80,15 +85,20 @@ class Multirun:
         return cls(name, options, hydra, unswept.overrides, points, alike, in_turn)
 
     def check(self, points: Sequence[Sequence[str]]) -> None:
-        """Raise :class:`ConfigError` if Hydra cannot compose one of the ``points`` for its launcher."""
+        """Raise :class:`ConfigError` if Hydra cannot compose the configuration of one of the ``points``, as its
+        launcher does.
+        """
         with self._opened() as (hydra, config), _errors_in_one_line(()):
             for point in points:
                 hydra.config_loader.load_sweep_config(config, list(point))
 
     def launch(self, folder: Path, job: Job, points: Sequence[Sequence[str]]) -> None:
-        """Run ``job`` through Hydra's launcher for each of ``points``, or for the points that a searching sweeper
-        chooses. The launcher writes its own files to ``folder``. Its errors become a :class:`ConfigError` of one
-        line."""
+        """Run ``job`` for each of ``points`` through Hydra's launcher. A searching sweeper chooses its own points
+        instead.
+
+        The launcher writes its own files to ``folder``. An error of the launcher is raised again with a message of one
+        line.
+        """
         from hydra._internal.callbacks import Callbacks
         from hydra.core.plugins import Plugins
         from hydra.types import HydraContext
@@ -114,7 +124,7 @@ class Multirun:
 
     @contextlib.contextmanager
     def _opened(self, folder: Path = Path()) -> Iterator[tuple[Hydra, DictConfig]]:
-        """Yield Hydra, and the configuration of the sweep that it composed."""
+        """Yield Hydra, and the sweep's configuration as Hydra composed it."""
         from hydra.types import RunMode
 
         with opened(self.options, configuration.nodes()) as hydra:
@@ -132,8 +142,10 @@ class Multirun:
 
 
 def _settings(folder: Path, typed: Sequence[str]) -> list[str]:
-    """Return the overrides of Hydra's own settings: those ``typed`` by the user, and those that stop Hydra from
-    creating folders and logs, because runs create their own."""
+    """Return overrides of Hydra's own settings: those ``typed`` by the user, and Parallax's own.
+
+    Parallax's stop Hydra from creating folders and logs, because runs create their own.
+    """
     ours = {
         "hydra.sweep.dir": quoted(str(folder)),
         "hydra.sweep.subdir": "'.'",
@@ -149,18 +161,21 @@ def _settings(folder: Path, typed: Sequence[str]) -> list[str]:
 
 
 def of_hydra(word: str) -> bool:
-    """Whether an override is one of Hydra's own settings."""
+    """Return whether the override ``word`` sets one of Hydra's own settings."""
     return word.lstrip("+~").startswith(("hydra.", "hydra/"))
 
 
 def plain(word: str) -> str:
-    """Return an override of a point as a user would type it."""
+    """Return ``word``, an override of a point in Hydra's syntax, as a user would type it."""
     word = word.lstrip("+")
     return word.removesuffix("=null") if word.startswith("~") else word
 
 
 def hydra_tree(overrides: Sequence[str], *, resolve: bool = False) -> dict[str, Any]:
-    """Return Hydra's own settings under ``overrides`` as plain data, with interpolations as written or resolved."""
+    """Return Hydra's own settings under ``overrides``, as plain data.
+
+    ``resolve``: replace each interpolation ``${...}`` by its value; otherwise interpolations stay as written.
+    """
     from hydra.types import RunMode
     from omegaconf import OmegaConf
 
@@ -200,8 +215,10 @@ def _hydra_config(config: DictConfig) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Task:
-    """The function that Hydra calls for each point. It ignores the configuration that Hydra passes, because the run
-    composes its own."""
+    """The function that Hydra calls for each point.
+
+    It ignores the configuration that Hydra passes, because the run composes its own from the point's overrides.
+    """
 
     job: Job
 
@@ -213,17 +230,21 @@ class _Task:
 
 
 def _own(word: str) -> str:
-    """Return ``word``, an override of one of Hydra's own settings. Raises :class:`ConfigError` if users must not change
-    this setting."""
+    """Return ``word``, an override of one of Hydra's own settings.
+
+    Raises :class:`ConfigError` if users must not change this setting.
+    """
     if word.lstrip("+~").startswith(_FOLDERS):
         refuse(word, "a point is a run of its own, in runs/SWEEP/POINT; accepted is name=SWEEP")
     return word
 
 
 def _typed(others: Sequence[str], options: OptionFolders) -> tuple[str, dict[str, str]]:
-    """Return the name of the sweep, and key → override in Hydra's syntax for all other overrides. The last override of
-    a key counts. An override of a value gets the prefix ``++``, because keys as in ``model.kwargs`` may be new to
-    Hydra."""
+    """Return the name of the sweep, and {key: override in Hydra's syntax} for all other overrides.
+
+    The last override of a key counts. An override that sets a value gets the prefix ``++``, because Hydra may not know
+    the key, as in ``model.kwargs``.
+    """
     name, typed, mistakes = "auto", {}, Mistakes()
     for word in others:
         with mistakes.collecting():
@@ -256,8 +277,10 @@ def _name(word: str, override: Any) -> str:
 def _product(
     hydra: Hydra, config: DictConfig, typed: dict[str, str], options: OptionFolders
 ) -> tuple[tuple[tuple[str, ...], ...] | None, frozenset[str]]:
-    """Return the points of Hydra's basic sweeper, or None for a searching sweeper; and the keys that have a single
-    value."""
+    """Return the points of Hydra's basic sweeper, and the keys that have one value in all points.
+
+    For a searching sweeper, None replaces the points.
+    """
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -284,8 +307,11 @@ def _batches(points: Sequence[Sequence[str]], most: int | None) -> Iterator[list
 
 @contextlib.contextmanager
 def _errors_in_one_line(typed: tuple[str, ...]) -> Iterator[None]:
-    """A context that converts errors of Hydra and its plug-ins into a :class:`ConfigError` of one line with a
-    remedy."""
+    """A context that replaces errors of Hydra and its plug-ins by a :class:`ParallaxError` with a message of one line.
+
+    Invalid settings raise :class:`ConfigError`. ``typed`` are the user's overrides of Hydra's settings, for the
+    message.
+    """
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 

@@ -1,7 +1,7 @@
-"""Find option files: those of Parallax, and those in the user's folders.
+"""Find option files in Parallax's own folder and in the user's folders.
 
-``--config-dir DIR`` adds a folder with the layout of ``configs/``. Hydra's own ``hydra.searchpath=[DIR]`` does the
-same. Parallax's files come first, so a user's file of the same name cannot hide them.
+``--config-dir DIR`` adds a folder with the layout of ``configs/``, and so does Hydra's ``hydra.searchpath=[DIR]``. If
+both have an option of the same name, Parallax's own file is used.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ SEARCHPATH = "hydra.searchpath"
 
 @dataclass(frozen=True)
 class OptionFolders:
-    """The folders of option files, Parallax's first. ``versions``: the latest modification time in each folder, by
-    which cached results are recognized as outdated."""
+    """The folders of option files, Parallax's own first.
+
+    ``versions``: the modification times of all option files. Results are cached by them, so a changed file is read
+    again.
+    """
 
     folders: tuple[Path, ...]
     versions: tuple[int, ...]
 
     @classmethod
     def of(cls, overrides: Sequence[str] = ()) -> tuple[OptionFolders, list[str]]:
-        """Return the folders whose options ``overrides`` may choose, and the overrides without those that add
-        folders."""
+        """Return Parallax's folder and the folders that ``overrides`` add, and the overrides that add no folders."""
         added = [word for word in overrides if adds_folders(word)]
         folders = (_folder(), *(folder for word in added for folder in _folders(word)))
         return cls(folders, _versions(folders)), [
@@ -37,7 +39,7 @@ class OptionFolders:
 
     @functools.cached_property
     def groups(self) -> dict[str, list[str]]:
-        """Return group → names of its option files."""
+        """{group: names of its option files}."""
         found: dict[str, set[str]] = {}
         for folder in self.folders:
             for group in sorted(path for path in folder.iterdir() if path.is_dir()):
@@ -47,14 +49,18 @@ class OptionFolders:
         return {group: sorted(names) for group, names in found.items()}
 
     def chosen(self, group: str, option: str) -> str:
-        """Return the override that selects ``option`` in ``group``, in Hydra's syntax, which requires a prefix if only
-        the user's folders have the group."""
+        """Return the override that selects ``option`` in ``group``, in Hydra's syntax.
+
+        A group that only the user's folders have needs the prefix ``+``.
+        """
         ours = (self.folders[0] / group).is_dir()
         return f"{group}={option}" if ours else f"+{group}={option}"
 
     @property
     def overrides(self) -> list[str]:
-        """Return the override that makes Hydra find the user's folders; an empty list without such folders."""
+        """A list with the override that adds the user's folders to Hydra's search path; empty if there are no such
+        folders.
+        """
         return [searchpath(*self.folders[1:])] if self.folders[1:] else []
 
 
@@ -64,17 +70,17 @@ def searchpath(*folders: Path) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return ``text`` as a value of Hydra's grammar."""
+    """Return ``text`` as a quoted value in Hydra's grammar."""
     return "'" + text.replace("\\'", "\\\\'").replace("'", "\\'") + "'"
 
 
 def adds_folders(word: str) -> bool:
-    """Whether an override does nothing but add folders."""
+    """Return whether the override ``word`` adds folders of options."""
     return word.lstrip("+").partition("=")[0] == SEARCHPATH
 
 
 def _folders(word: str) -> Iterator[Path]:
-    """Return the folders that an override adds."""
+    """Yield the folders that the override ``word`` adds."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -90,7 +96,10 @@ def _folders(word: str) -> Iterator[Path]:
 
 
 def folder_of_options(what: str, text: str) -> Path:
-    """Return the existing folder that ``text`` names. Error messages call the option ``what``."""
+    """Return the folder at the path ``text``.
+
+    Raises :class:`ConfigError`, which calls the setting ``what``, if it is missing.
+    """
     try:
         folder = Path(text).expanduser()
         if folder.is_dir():

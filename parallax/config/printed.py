@@ -16,8 +16,12 @@ CFG = ("job", "hydra", "all")
 
 
 def settings_text(overrides: Sequence[str], cfg: str, *, resolve: bool, package: str | None) -> str:
-    """Return the settings of ``overrides`` as YAML. ``cfg``: job for the run's settings, hydra for Hydra's, all for
-    both. ``package``: the key of a part to return alone. Invalid overrides raise as they do for a run."""
+    """Return the settings of a run under ``overrides`` as YAML.
+
+    ``cfg``: job for the run's settings, hydra for Hydra's own, all for both. ``package``: the key of a part, to return
+    only this part. ``resolve``: replace each interpolation ``${...}`` by its value. Invalid overrides raise the same
+    errors as for a run.
+    """
     tree: Any = {}
     job = [word for word in overrides if not of_hydra(word) or adds_folders(word)]
     compose(job)

@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
 
 Nodes = dict[tuple[str, str], dict[str, Any]]
-"""Plain data by group and name."""
+"""{(group, name): default values of a dataclass}."""
 
 
 @contextlib.contextmanager
 def opened(options: OptionFolders, nodes: Nodes) -> Iterator[Hydra]:
-    """Yield a Hydra that knows ``options`` and ``nodes``. Its global state is restored afterwards, since the caller may
-    be a Hydra program.
+    """Yield a Hydra object that knows the option files ``options`` and the default values ``nodes``.
 
-    ``nodes`` holds the defaults of the dataclasses as plain data. OmegaConf's typed nodes would support neither frozen
-    classes nor ``int | str | list[int]``, and would raise their own errors in place of Parallax's.
+    Hydra's global state is restored afterwards, because the caller may itself be a Hydra program. ``nodes`` are plain
+    data: OmegaConf's typed nodes support neither frozen dataclasses nor ``int | str | list[int]``, and would raise
+    their own errors in place of Parallax's.
     """
     import hydra
     from hydra.core.config_store import ConfigStore

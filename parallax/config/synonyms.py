@@ -109,17 +109,18 @@ _REMARKS = {word: remark for remark, terms in _NONE.items() for word in terms.sp
 
 
 def counterpart(word: str) -> str:
-    """Return Parallax's counterpart of another trainer's term: a key such as ``trainer.global_batch``, or an option
-    such as ``precision=mixed_bf16``; empty if there is none.
+    """Return the Parallax setting that corresponds to another trainer's term; empty if there is none.
 
-        >>> counterpart("batch_size"), counterpart("batch-sizes"), counterpart("lyers")
-        ('trainer.global_batch', 'trainer.global_batch', '')
+    A setting is a key such as ``trainer.global_batch``, or an option such as ``precision=mixed_bf16``.
+
+    >>> counterpart("batch_size"), counterpart("batch-sizes"), counterpart("lyers")
+    ('trainer.global_batch', 'trainer.global_batch', '')
     """
     return _HERE.get(_known(word), "")
 
 
 def remark(word: str) -> str:
-    """Return advice for another trainer's term without a counterpart; empty for unknown terms."""
+    """Return advice for another trainer's term that has no corresponding setting; empty for an unknown term."""
     return _REMARKS.get(_known(word), "")
 
 
