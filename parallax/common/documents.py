@@ -1,8 +1,8 @@
 """Read plain data (JSON, YAML, text) from files that may be damaged or malicious, and change such data by path.
 
-A plan, a profile, a manifest or a stored configuration may come from another person: an endless file, a pipe that no
-process writes to, YAML aliases that expand a hundredfold, a number of a million digits. So each kind of file has a size
-limit, the number of values is checked before parsing, and only plain data is parsed. Invalid files raise OSError or
+A plan, a profile, a manifest or a stored configuration may come from another person. It may be an endless file, a pipe
+that no process writes to, YAML whose aliases expand a hundredfold, or a number of a million digits. So each kind of
+file has a size limit, the number of values is limited, and only plain data is accepted. Invalid files raise OSError or
 ValueError, which each reader turns into a message of one line.
 """
 
@@ -50,8 +50,10 @@ def read_text(path: Path, most_bytes: int) -> str:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a regular file of any length, without an incomplete last line. Raises ValueError for lines
-    that are not text or too long."""
+    """Yield the complete lines of a regular file of any length. A last line without a line end is skipped.
+
+    Raises ValueError for a line that is not UTF-8 or is longer than 1 MiB.
+    """
     handle = _open(path)
     with os.fdopen(handle, "rb") as file:
         while (line := file.readline(SMALL_BYTES)).endswith(b"\n"):
@@ -68,7 +70,7 @@ def read_json(path: Path, most_bytes: int, *, largest: float = math.inf) -> Any:
 def plain_json(text: str, *, largest: float = math.inf) -> Any:
     """Return the data of a JSON text.
 
-    Raises ValueError for invalid JSON, for NaN or infinity, and for numbers above ``largest``.
+    Raises ValueError for invalid JSON, for NaN or infinity, and for numbers whose absolute value is above ``largest``.
     """
     return _loaded(
         text,
@@ -137,7 +139,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def plain_yaml(text: str) -> Any:
-    """Return the data of a stored configuration, within the size limit."""
+    """Return the data of a stored configuration. Raises :class:`ConfigError` if the text is invalid or too large."""
     if len(text) > LARGEST:
         raise ConfigError(
             f"the stored configuration is not plain YAML: it is longer than {LARGEST:,} letters"
@@ -158,7 +160,7 @@ def plain_yaml(text: str) -> Any:
 def check_flat(text: str, loader: Any) -> None:
     """Raise :class:`yaml.YAMLError` for YAML that could crash a loader written in C.
 
-    Rejected are nesting deeper than in any file of Parallax, too many values, and aliases, which Parallax never writes.
+    Such YAML is nested too deeply, has too many values, or contains aliases, which Parallax never writes.
     """
     depth = 0
     for count, event in enumerate(yaml.parse(text, Loader=loader)):
@@ -176,7 +178,10 @@ def check_flat(text: str, loader: Any) -> None:
 
 
 def _size(tree: Any, known: dict[int, int]) -> int:
-    """Return the number of values in ``tree``, counting aliases each time; a cycle counts as zero."""
+    """Return the number of values in ``tree``.
+
+    The values behind an alias count at each use of the alias. An alias that contains itself counts as zero.
+    """
     if not isinstance(tree, dict | list):
         return 1
     if id(tree) not in known:
@@ -189,11 +194,11 @@ def _size(tree: Any, known: dict[int, int]) -> int:
 def take_options(
     tree: dict[str, Any], groups: list[str], plain: dict[str, Any], fresh: dict[str, Any]
 ) -> None:
-    """Apply command-line options to the configuration ``tree``.
+    """Apply options of the command line (``group=option``) to the configuration ``tree``.
 
-    ``plain`` is the configuration without the options, and ``fresh`` the configuration with them. A group is replaced
-    as a whole if it is listed in ``groups`` or if its kind changes. In all other groups, only the values that differ
-    between ``plain`` and ``fresh`` are set.
+    ``plain`` is the default configuration without these options, and ``fresh`` the default configuration with them. A
+    group is replaced as a whole if it is listed in ``groups``, or if its dataclass differs between ``plain`` and
+    ``fresh``. In all other groups, only the values that differ between ``plain`` and ``fresh`` are set.
     """
     for group, value in fresh.items():
         if group in groups or _kind(value) != _kind(plain[group]):
@@ -205,7 +210,10 @@ def take_options(
 
 
 def take_keys(tree: dict[str, Any], keys: list[str], merged: dict[str, Any]) -> None:
-    """Copy the values of the dotted ``keys`` from ``merged`` to ``tree``. A key inside a list copies the whole list."""
+    """Copy the values of the dotted ``keys`` from ``merged`` to ``tree``.
+
+    For a key inside a list, copy the whole list.
+    """
     for key in keys:
         place: tuple[str, ...] = ()
         node: Any = merged

@@ -26,8 +26,8 @@ COMPUTES = ("forward", "backward", "backward_weight")  # kinds of spans that com
 class Span(NamedTuple):
     """One action of one rank, with times in seconds.
 
-    ``wait`` is the part of the span in which the rank was blocked. ``read`` is the part of ``wait`` in which it read
-    rows.
+    ``wait`` is the part of the duration for which the rank was blocked. ``read`` is the part of ``wait`` in which the
+    rank read rows.
     """
 
     rank: int
@@ -42,7 +42,7 @@ class Span(NamedTuple):
 
 
 class EventLog:
-    """Appends spans to ``events-rank<r>.jsonl``; nothing is written before :meth:`flush`."""
+    """Appends spans to ``events-rank<r>.jsonl``. Spans are collected in memory until :meth:`flush`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -75,7 +75,7 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[Span]:
-    """Yield the spans of a file in order, without a last line that a crash has truncated.
+    """Yield the spans of a file in order. A last line that a crash has truncated is skipped.
 
     Raises :class:`ConfigError` for invalid lines.
     """
@@ -109,14 +109,17 @@ def span_of(data: Any) -> Span:
 
 
 def busy_seconds(spans: Iterable[Span]) -> float:
-    """Return the seconds that these actions spent computing: their
-    duration without waits for swapped data and for rows.
+    """Return the total seconds that these actions spent computing: their durations, without waits for swapped data and
+    rows.
     """
     return sum(s.end - s.start - s.wait for s in spans if s.kind in COMPUTES)
 
 
 def busy_by_rank(spans: Iterable[Span]) -> dict[int, float]:
-    """Return the compute seconds per step of each rank, without waits: the median over the steps."""
+    """Return {rank: seconds per step that the rank computed, without waits}.
+
+    The seconds are the median over the steps.
+    """
     found: defaultdict[int, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
     for span in spans:
         if span.kind in COMPUTES:
@@ -127,9 +130,9 @@ def busy_by_rank(spans: Iterable[Span]) -> dict[int, float]:
 def bubble_fraction(spans: Sequence[Span]) -> float:
     """Return the idle fraction of the pipeline: 1 − compute seconds / (ranks × seconds from first to last compute).
 
-    Only forward and backward (both its input-gradient and its weight-gradient pass) count as compute, without
-    their waits for swapped data and for rows. The definition is the same for predicted and measured timelines (GPipe,
-    Huang et al. 2019, section 2)."""
+    Forward and backward count as compute, without their waits for swapped data and rows. Of a split backward, both
+    passes count. The definition is the same for predicted and measured timelines (GPipe, Huang et al. 2019, section 2).
+    """
     compute = [span for span in spans if span.kind in COMPUTES]
     if not compute:
         return 0.0

@@ -24,8 +24,9 @@ _UNFINISHED = "unfinished-"
 def cache_directory() -> Path:
     """Return the folder for cached data: ``$XDG_CACHE_HOME/parallax`` or ``~/.cache/parallax``.
 
-    If the home directory is not writable, the cache is a private folder in the temporary directory. A warning is then
-    logged once, and other libraries in this process and its children use that folder for their caches, too.
+    If the home directory is not writable, the folder is a private one in the temporary directory. Then a warning is
+    logged once, and environment variables are set, so that other libraries in this process and its children use that
+    folder, too.
     """
     if named := os.environ.get("XDG_CACHE_HOME"):
         return Path(named) / "parallax"
@@ -49,7 +50,10 @@ def cache_directory() -> Path:
 
 
 def _own_temporary() -> Path:
-    """Return a temporary folder that only this user can write, the same for all processes of the user."""
+    """Return a folder in the temporary directory that only this user can write.
+
+    It is the same folder for all processes of the user, if possible.
+    """
     folder = Path(tempfile.gettempdir()) / f"parallax-cache-{os.getuid()}"
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -67,7 +71,7 @@ def _own_temporary() -> Path:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yield a file that replaces ``path`` atomically at the end of the block (temporary file, fsync, rename).
 
-    The next call also removes temporary files that killed processes have left.
+    A process that is killed in the block leaves its temporary file. The next call for the same ``path`` removes it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{path.name}.{_UNFINISHED}"
@@ -101,8 +105,8 @@ def replace_text(path: Path, text: str) -> None:
 def making_folder(path: Path) -> Iterator[Path]:
     """Yield a folder that becomes ``path`` atomically at the end of the block. ``path`` must be missing or empty.
 
-    The folder is made in the same parent; its content is flushed with fsync before the rename. The next call also
-    removes temporary folders that killed processes have left.
+    The folder is created beside ``path``, and its content is flushed with fsync before the rename. A process that is
+    killed in the block leaves the folder. The next call for the same ``path`` removes it.
     """
     alone = not path.parent.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +140,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Yield a folder that is removed at the end. The next call also removes folders that killed processes have left."""
+    """Yield a folder that is removed at the end. Folders that killed processes have left are removed first."""
     base = Path(tempfile.gettempdir())
     _sweep(base, _FOLDER)
     handle, name = _own(lambda: _new_folder(base, _FOLDER))
@@ -148,7 +152,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def _new_folder(base: Path, prefix: str) -> tuple[int, str]:
-    """Create a folder; return an open handle of it and its name."""
+    """Create a folder in ``base``, and return an open file descriptor of the folder and its path."""
     while True:
         name = tempfile.mkdtemp(prefix=prefix, dir=base)
         with contextlib.suppress(FileNotFoundError):  # another process removed it as left over
@@ -156,9 +160,10 @@ def _new_folder(base: Path, prefix: str) -> tuple[int, str]:
 
 
 def _own(make: Callable[[], tuple[int, str]]) -> tuple[int, str]:
-    """Call ``make``, lock the handle that it returns, and return its handle and name.
+    """Call ``make`` to create a file or folder, lock it, and return what ``make`` returns: its file descriptor and its
+    path.
 
-    The lock is held until the handle is closed. So other processes can tell whether the owner still runs.
+    The lock is held until the descriptor is closed, so other processes can tell whether the owner still runs.
     """
     while True:
         handle, name = make()
@@ -194,10 +199,9 @@ def _remove_if_left(entry: os.DirEntry[str]) -> None:
 
 
 class AppendedFile:
-    """A file of appended records, each written completely or not at all.
+    """A file to which records are appended, each completely or not at all.
 
-    If the disk is full, a partially written record is truncated, so that the next record begins a line, and OSError is
-    raised.
+    If the disk is full, a partly written record is removed again, and OSError is raised.
     """
 
     def __init__(self, path: Path) -> None:
@@ -219,9 +223,9 @@ class AppendedFile:
 
 
 def existing_parent(path: Path) -> Path:
-    """Return ``path``, or its nearest existing parent folder if ``path`` does not exist.
+    """Return ``path`` if it is a folder, otherwise its nearest existing parent folder.
 
-    Both are on the same file system.
+    It is on the file system on which ``path`` is or would be created.
     """
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if folder.is_dir())

@@ -111,9 +111,9 @@ def _check_no_links(directory: Path) -> None:
 
 
 def _acquire(path: Path, until: float) -> int:
-    """Lock the lock file and return its handle, waiting until the monotonic time ``until``.
+    """Lock the file ``path`` and return its file descriptor. Wait for the lock until the monotonic time ``until``.
 
-    The previous holder may remove the file while this process waits, so the locked file is compared with ``path``.
+    The previous holder may have removed the file meanwhile. So the locked file is used only if it is still at ``path``.
     """
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The file of a run's metrics, and the direction in which each metric improves."""
+"""The name of the file with a run's metrics, and the direction in which each metric improves."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ _TOP = re.compile(r"top_?\d+")
 
 
 def larger_is_better(name: str) -> bool:
-    """Return whether a larger value of the metric ``name`` is better, as for accuracies and rates. For any other
-    metric, such as a loss, an error, seconds or bytes, a smaller value is better."""
+    """Return whether a larger value of the metric ``name`` is better, as for accuracies and rates.
+
+    For any other metric, such as a loss, an error, seconds or bytes, a smaller value is better.
+    """
     last = name.lower().partition("/")[0]  # the name of a set of held-out rows may follow
     parts = re.split(r"[_\-.@ ]", last)
     if "loss" in parts or "error" in parts:

@@ -17,7 +17,10 @@ from parallax.common.typed import defaults, members
 
 
 class Registered(abc.ABC):
-    """The base class of the options of one configuration group. ``package`` contains the modules of the options."""
+    """The base class of the options of one configuration group.
+
+    ``package`` is the name of the package that contains the options' modules.
+    """
 
     package: ClassVar[str]
 

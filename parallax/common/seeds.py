@@ -6,6 +6,9 @@ import hashlib
 
 
 def block_seed(seed: int, *where: int) -> int:
-    """Return a 63-bit seed for one place (block, step, rows …), unrelated to the seeds of other places."""
+    """Return a 63-bit seed for one place, given as numbers (block, step, rows …).
+
+    Seeds of different places are unrelated.
+    """
     digest = hashlib.blake2b(repr((seed, *where)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -28,7 +28,7 @@ Handler = Callable[[int, FrameType | None], object]
 class Stopped(KeyboardInterrupt):
     """Raised when signal ``number`` requests the end of the process.
 
-    It is not an error: like KeyboardInterrupt, it is not caught by ``except Exception``.
+    It is a KeyboardInterrupt, so ``except Exception`` does not catch it.
     """
 
     def __init__(self, number: int) -> None:
@@ -37,15 +37,15 @@ class Stopped(KeyboardInterrupt):
 
 
 def stopped_by(number: int) -> str:
-    """Return the beginning of the message about an end by signal ``number``."""
+    """Return the beginning of the message that reports an end by signal ``number``."""
     return f"stopped by {signal.Signals(number).name}"
 
 
 def exit_code(number: int, *, saved: bool = False) -> int:
     """Return the exit code of a process that ends because of signal ``number``.
 
-    The code is 0 if the signal was fulfilled, otherwise the shell's code for the signal. SIGUSR1 requests an end only,
-    so any end fulfils it. SIGTERM is fulfilled if the state was ``saved``.
+    The code is 0 for SIGUSR1, and for SIGTERM if the state was ``saved``. Otherwise it is 128 + ``number``, as in a
+    shell.
     """
     done = number == signal.SIGUSR1 or (saved and number == signal.SIGTERM)
     return 0 if done else 128 + number
@@ -53,9 +53,9 @@ def exit_code(number: int, *, saved: bool = False) -> int:
 
 @contextlib.contextmanager
 def handling_requests(handler: Handler, *others: int) -> Iterator[None]:
-    """Inside the block, call ``handler`` on the main thread for each signal that requests an end.
+    """A context in which ``handler`` is called on the main thread for each signal that requests an end.
 
-    ``others`` are further signals to handle. A no-op on other threads.
+    ``others`` are further signals to handle. On other threads the context is a no-op.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -75,10 +75,10 @@ def handled_signals() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def ending_at_interrupt() -> Iterator[None]:
-    """A context for imports, in which Ctrl-C ends the process at once with its message.
+    """A context for imports, in which Ctrl-C prints its message and ends the process at once.
 
-    An exception in the middle of an import may leave a module incomplete, or another exception may replace it. Nothing
-    needs saving yet.
+    Raising an exception in the middle of an import instead may leave a module incomplete, or another exception may
+    replace it. During imports nothing needs to be saved yet.
     """
     before = signal.getsignal(signal.SIGINT)
     on_main = threading.current_thread() is threading.main_thread()
@@ -100,10 +100,10 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def exit_on_request(code: int) -> None:
-    """From now on, end the process at once with ``code`` if a signal requests its end.
+    """From now on, end the process at once with exit code ``code`` if a signal requests its end.
 
-    Call it when all work is done: Python's shutdown takes a moment, and a signal would interrupt it with a traceback.
-    In the last part of the shutdown, which runs no handlers, the signals are ignored.
+    Call this when all work is done. Python's shutdown takes a moment, and otherwise a signal would interrupt it with a
+    traceback. In the last part of the shutdown Python runs no signal handlers; the signals are ignored then.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -115,7 +115,7 @@ def exit_on_request(code: int) -> None:
 
 
 def _ignore_requests() -> None:
-    """Ignore requests to end from now on.
+    """From now on, ignore signals that request the end.
 
     During shutdown Python removes its handlers before it tears down modules, so a signal would kill the process.
     """
@@ -124,11 +124,10 @@ def _ignore_requests() -> None:
 
 
 def install_early_handlers() -> None:
-    """Install handlers that are in force until the process can save its state. Call this in its first line.
+    """Install signal handlers that are used until the process can save its state. Call this first in the process.
 
-    Without them, a signal during imports kills the process, which a launcher takes for a failure.
-
-    ::
+    Without them, a signal during imports kills the process, which a launcher takes for a failure. The picture shows
+    what a signal does in each phase of a start::
 
         python -m parallax ── imports torch ── meets the other ranks ── watches ── trains
           a rank of torchrun   keeps SIGUSR1 and SIGHUP until ────────> all ranks end together, with the exit code
@@ -154,16 +153,17 @@ def install_early_handlers() -> None:
 
 
 def _forget() -> None:
-    """Restore default handlers in a forked child, so that signals kill it, as its parent expects."""
+    """Restore the default handlers in a forked child, so that signals kill the child, as the parent process expects."""
     for number in REQUESTS:
         if signal.getsignal(number) is _early:
             signal.signal(number, signal.SIG_DFL)
 
 
 class _EarlyHandler:
-    """A signal handler for a rank that has not begun to train. It stores the first request until :meth:`take_first`.
+    """The handler for signals that request the end before training has begun.
 
-    In other processes, and after :meth:`take_first`, a request ends the process.
+    In a rank of torchrun, the handler stores the first signal until :meth:`take_first`, except SIGTERM. In any other
+    process, for SIGTERM, and after :meth:`take_first`, a signal ends the process.
     """
 
     def __init__(self) -> None:
@@ -184,17 +184,20 @@ _early = _EarlyHandler()
 
 
 def early_request() -> int:
-    """Return the signal received since :func:`install_early_handlers`, or 0. Later signals are not stored."""
+    """Return the first signal stored since :func:`install_early_handlers`, or 0.
+
+    Signals are not stored any more afterwards.
+    """
     return _early.take_first()
 
 
 @contextlib.contextmanager
 def ending_after_request(seconds: float, end: Callable[[int], object]) -> Iterator[None]:
-    """Limit the time that the block may run after a signal requests the end of the process.
+    """A context that limits how long its block may run after a signal requests the end of the process.
 
-    The block may wait in a call during which Python runs no handler. So another thread calls ``end(number)`` if the
-    block still runs ``seconds`` after signal ``number``, or immediately after SIGTERM. Signals received before the
-    block count, too.
+    The block may wait in a call during which Python runs no signal handler. So another thread watches for signals: it
+    calls ``end(number)`` if the block still runs ``seconds`` after signal ``number``. After SIGTERM it calls ``end``
+    immediately. Signals that were received before the block count, too.
     """
     woken, wake = socket.socketpair()
     wake.setblocking(False)
@@ -236,7 +239,7 @@ def under_torchrun() -> bool:
 
 
 def interrupt(number: int, frame: FrameType | None = None) -> None:
-    """Signal handler that raises :class:`Stopped`."""
+    """A signal handler that raises :class:`Stopped`."""
     del frame
     raise Stopped(number)
 
@@ -257,8 +260,9 @@ class _KeptHandler:
 def uninterrupted() -> Iterator[None]:
     """A context that postpones Ctrl-C until its end, so that no data structure is left half updated.
 
-    A second Ctrl-C interrupts immediately, unless it follows the first within a moment. On other threads the context is
-    a no-op, because Python handles signals on the main thread only.
+    A second Ctrl-C interrupts the block immediately. It is ignored within half a second of the first, because launchers
+    forward a signal right after the original. On other threads the context is a no-op, because Python handles signals
+    on the main thread only.
     """
     before = signal.getsignal(signal.SIGINT)
     main = threading.current_thread() is threading.main_thread()
@@ -276,10 +280,10 @@ def uninterrupted() -> Iterator[None]:
 
 
 class Requests:
-    """The requests to end received so far.
+    """Records the signals that request the end.
 
-    ``first`` is the first signal. A second signal right after the first belongs to the same request. ``impatient`` is
-    True after a second Ctrl-C: the process must end at once.
+    ``first`` is the number of the first signal, or 0. ``impatient`` is True after a second Ctrl-C, which means that the
+    process must end at once. A Ctrl-C within half a second of the first signal does not count as the second.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Import and call functions that the user names in a configuration.
 
-Names come from the user's own configuration only, never from a checkpoint, a plan or a profile. Exceptions raised by a
-user's function are shown with their traceback. Unknown arguments are reported as invalid configuration instead: they
-are compared with the function's signature before the call.
+The names must come from the user's own configuration, never from a checkpoint, a plan or a profile. Exceptions that the
+user's function raises are shown with their traceback. Arguments that the function does not accept are reported as
+invalid configuration instead, because they are compared with the function's signature before the call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _UNEXPECTED = re.compile(r"^([\w.<>]+)\(\) got an unexpected keyword argument '(
 
 
 def load_target(key: str, target: str) -> Callable[..., Any]:
-    """Return the object named by ``package.module:factory``; errors name the setting ``key``."""
+    """Return the function or class that ``target`` names as ``package.module:factory``.
+
+    Errors name the setting ``key``.
+    """
     module, _, name = target.partition(":")
     if not name or not all(module.split(".")):  # a module file's name need not be an identifier
         raise ConfigError(f"{key}={target or '(empty)'}: accepted is package.module:factory")
@@ -48,12 +51,12 @@ def load_target(key: str, target: str) -> Callable[..., Any]:
 
 
 def call_target(group: str, target: str, kwargs: Mapping[str, Any], *given: Any) -> Any:
-    """Return the result of the function named by the setting ``group.target``.
+    """Call the function named by the setting ``group.target``, and return its result.
 
-    It is called with the positional arguments ``given`` and the keywords ``group.kwargs``.
+    The positional arguments are ``given``, and the keywords are ``kwargs``, the value of ``group.kwargs``.
 
     Raises :class:`ConfigError` for a missing argument, and for a keyword that is accepted neither by the function nor
-    by a function to which it passes ``**kwargs``; the message suggests the most similar name.
+    by a function to which it passes ``**kwargs``. The message suggests the most similar name.
     """
     function = load_target(f"{group}.target", target)
     _check_keywords(group, target, function, kwargs, given)
@@ -76,10 +79,10 @@ def call_target(group: str, target: str, kwargs: Mapping[str, Any], *given: Any)
 def bound_target(
     group: str, target: str, kwargs: Mapping[str, Any], *names: str
 ) -> Callable[..., Any]:
-    """Return the function named by the setting ``group.target`` with ``group.kwargs`` bound.
+    """Return the function named by the setting ``group.target``, with the keywords ``kwargs`` bound to it.
 
-    For a class, return the object made with ``group.kwargs``. Raises :class:`ConfigError` if the result cannot be
-    called with as many positional arguments as ``names``.
+    If the setting names a class, return an object of the class, constructed with ``kwargs``. Raises
+    :class:`ConfigError` if the result cannot be called with as many positional arguments as there are ``names``.
     """
     function = load_target(f"{group}.target", target)
     if inspect.isclass(function):
@@ -102,7 +105,7 @@ def bound_target(
 
 
 def check_call(what: str, function: Callable[..., Any], *names: str) -> None:
-    """Raise :class:`ConfigError` if ``function`` does not accept as many positional arguments as ``names``.
+    """Raise :class:`ConfigError` if ``function`` does not accept as many positional arguments as there are ``names``.
 
     ``what`` is the function's description in the message.
     """
@@ -144,7 +147,7 @@ def _choice(name: str, accepted: list[str]) -> str:
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature of ``function``, or None if it has none, like some functions written in C."""
+    """Return the signature of ``function``, or None if Python cannot find one, as for some functions written in C."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
@@ -157,10 +160,11 @@ def _keywords(signature: inspect.Signature) -> list[str]:
 
 
 def _handed_on(name: str, frames: Sequence[FrameType]) -> bool:
-    """Return whether the keyword ``name``, which the function of the last frame received, comes from the user.
+    """Return whether the user's own keyword ``name`` has reached the function of the last frame.
 
-    It does if that function is the target itself, or if all functions above passed the keyword on through their
-    ``**kwargs``. Otherwise a library has added the keyword.
+    ``frames`` are the calls from the target to this function. The keyword is the user's if this function is the target
+    itself, or if all functions before it passed the keyword on through their ``**kwargs``. Otherwise a library has
+    added the keyword.
     """
     if len(frames) < 2:
         return True
@@ -174,7 +178,7 @@ def _handed_on(name: str, frames: Sequence[FrameType]) -> bool:
 
 
 def _variable_keywords(frame: FrameType) -> Mapping[str, Any]:
-    """Return the values of the function's ``**kwargs``."""
+    """Return the keywords that the function of ``frame`` received through its ``**kwargs``."""
     code = frame.f_code
     if not code.co_flags & inspect.CO_VARKEYWORDS:
         return {}
@@ -184,9 +188,10 @@ def _variable_keywords(frame: FrameType) -> Mapping[str, Any]:
 
 
 def _callee(trace: TracebackType | None, name: str) -> tuple[list[str], str]:
-    """Return the accepted keywords of the function that the last frame of ``trace`` called, and the line of the call.
+    """Return the keywords accepted by the function that the last frame of ``trace`` called, and the file and line of
+    the call.
 
-    ``name`` is the function's name in that frame. The keywords are empty if the function is not found.
+    ``name`` is the qualified name of that function. The list of keywords is empty if the function is not found.
     """
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

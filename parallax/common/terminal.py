@@ -1,7 +1,7 @@
 """Print untrusted text (names, paths, messages of exceptions) to the terminal safely.
 
-Characters that would control the terminal or start a new line are escaped. Only tracebacks, and tables with
-:class:`~rich.text.Text`, have several lines.
+Characters that would control the terminal or start a new line are escaped. Only tracebacks, and tables that contain
+:class:`~rich.text.Text`, are printed in several lines.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SHORTENED = (
 def lines(text: str) -> str:
     """Return ``text`` with unprintable characters escaped, except line ends.
 
-    A line after the first that begins like a message of Parallax is indented, so that the text cannot imitate a
+    A line after the first is indented if it begins like a message of Parallax, so that the text cannot imitate a
     message.
     """
     first, *more = text.split("\n")
@@ -46,8 +46,11 @@ def _indented(line: str) -> str:
 
 
 def print_exception(error: BaseException) -> str:
-    """Return Python's traceback of ``error``, escaped. If Parallax called code of the user, which raised it, Parallax's
-    own frames and those of libraries above that code are left out, unless ``PARALLAX_TRACEBACK=full``."""
+    """Return Python's traceback of ``error`` as escaped text.
+
+    If the user's code raised the error, only the frames of that code and the last frame are included. The environment
+    variable ``PARALLAX_TRACEBACK=full`` includes all frames.
+    """
     trace = traceback.TracebackException.from_exception(error)
     short = os.environ.get("PARALLAX_TRACEBACK") != "full" and _shorten(trace, set())
     text = lines("".join(trace.format()).rstrip("\n"))
@@ -55,8 +58,10 @@ def print_exception(error: BaseException) -> str:
 
 
 def _shorten(trace: traceback.TracebackException | None, seen: set[int]) -> bool:
-    """Reduce the frames of ``trace``, and of the exceptions before it, to those of the user; return whether any frame
-    was left out."""
+    """Keep only the frames of the user's code in ``trace`` and in its causes, as :func:`_frames_of_user` selects them.
+
+    Return whether any frame was removed.
+    """
     if trace is None or id(trace) in seen:
         return False
     seen.add(id(trace))
@@ -68,8 +73,10 @@ def _shorten(trace: traceback.TracebackException | None, seen: set[int]) -> bool
 
 
 def _frames_of_user(frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """Return the frames of the user's code and the last frame. Return all frames if Parallax itself raised the
-    exception, or if no code of the user ran below Parallax's."""
+    """Return the frames of the user's code and the last frame.
+
+    All frames are returned if Parallax itself raised the exception, or if Parallax called no code of the user.
+    """
     ours = [frame.filename.startswith(_OURS) for frame in frames]
     below = ours.index(True) if True in ours else len(frames)
     users = [frame for frame in frames[below:] if _is_users(frame.filename)]
@@ -86,16 +93,16 @@ def _is_users(file: str) -> bool:
 
 
 class SafeConsole(Console):
-    """A rich console that escapes control characters and ignores markup in printed text. Its own styles still work."""
+    """A rich console that escapes control characters in printed text and does not interpret markup in it."""
 
     def render_str(self, text: str, **given: Any) -> Text:
-        """Return text on one line, escaped; pass a :class:`~rich.text.Text` for several lines."""
+        """Return ``text`` escaped, on one line. Pass a :class:`~rich.text.Text` to print several lines."""
         return super().render_str(printable(text), **given)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Yield the segments of escaped text, and rich's own control segments unchanged."""
+        """Yield rich's segments with escaped text. Control segments, which rich itself created, are unchanged."""
         for segment in super().render(renderable, options):
             text = segment.text
             if segment.control or text.replace("\n", "").isprintable():
@@ -105,7 +112,7 @@ class SafeConsole(Console):
 
 
 def accept_any_text() -> None:
-    """Make the output and error streams print ``?`` for characters that their encoding (ASCII, Latin-1) lacks.
+    """Make stdout and stderr print ``?`` for characters that their encoding (such as ASCII or Latin-1) lacks.
 
     Tables then use ASCII lines, because rich checks the encoding.
     """
@@ -115,9 +122,9 @@ def accept_any_text() -> None:
 
 
 def safe_console(*, stderr: bool = False, width: int | None = None) -> Console:
-    """Return a console that escapes the text in tables and lines.
+    """Return a console that escapes printed text.
 
-    ``width`` None means the width of the terminal, or :data:`FILE_WIDTH` columns if the output goes elsewhere.
+    ``width`` None means the width of the terminal, or :data:`FILE_WIDTH` columns if the output is not a terminal.
     """
     console = SafeConsole(stderr=stderr, width=width, markup=False, emoji=False)
     if width is None and not console.is_terminal and "COLUMNS" not in os.environ:
@@ -126,7 +133,7 @@ def safe_console(*, stderr: bool = False, width: int | None = None) -> Console:
 
 
 class SafeFormatter(logging.Formatter):
-    """Formats log records as escaped text of one line each, except tracebacks."""
+    """Formats each log record as one line of escaped text. A traceback follows in further lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # logging defines this name
         return printable(super().formatMessage(record))

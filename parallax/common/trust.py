@@ -1,10 +1,12 @@
 """Import class paths found in files only if the user has typed them.
 
-A configuration may name the user's own functions (``model.target=package.module:factory``), and a run directory stores
-the configuration. A user who copies a directory from another person has not agreed to its class paths: importing them
-would run foreign code, or any function of any installed package with foreign arguments. So a class path from a file is
-accepted only if the user has typed it on this command line, or on the command line that made the files. The latter is
-remembered in the user's cache by folder, key and class path.
+A configuration may name the user's own functions as class paths (``model.target=package.module:factory``), and a run
+directory stores the configuration. A user who copies a directory from another person has not agreed to its class paths:
+importing them would run foreign code, or any installed function with foreign arguments.
+
+So a class path from a file is accepted in two cases: if the user has typed it on this command line, or if the user
+typed it on the command line that made the files. In the second case the class path was stored in the user's cache, with
+the folder and the key.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _WRITABLE_BY_OTHERS = 0o022
 
 
 def class_paths(text: str) -> dict[str, str]:
-    """Return {key: class path} of the text of a stored configuration, without importing anything."""
+    """Return {key: class path} for the text of a stored configuration, without importing anything."""
     tree, found = plain_yaml(text), {}
     for key in KEYS:
         value: Any = tree
@@ -50,7 +52,7 @@ def class_paths(text: str) -> dict[str, str]:
 
 
 def _metrics(tree: Any) -> dict[str, str]:
-    """Return {``metrics.N.target``: class path} of the metrics that are not in torchmetrics."""
+    """Return {``metrics.N.target``: class path} for the metrics that are not classes of torchmetrics."""
     entries = tree.get("metrics") if isinstance(tree, dict) else None
     targets = [
         (number, entry.get("target"))
@@ -65,7 +67,7 @@ def _metrics(tree: Any) -> dict[str, str]:
 
 
 def _validation_sets(tree: Any) -> dict[str, str]:
-    """Return {``data.validation.NAME.KEY``: class path} of the validation sets that have settings of their own."""
+    """Return {``data.validation.NAME.KEY``: class path} for the class paths in the settings of validation sets."""
     data = tree.get("data") if isinstance(tree, dict) else None
     sets = data.get("validation") if isinstance(data, dict) else None
     return {
@@ -77,21 +79,24 @@ def _validation_sets(tree: Any) -> dict[str, str]:
 
 
 def is_key(key: str) -> bool:
-    """Return whether the value of ``key`` in a stored configuration is a class path."""
+    """Return whether ``key`` is a setting whose value is a class path."""
     several = rf"metrics\.[0-9]{{1,3}}\.target|data\.validation\.[^.]+\.({'|'.join(_OF_DATA)})"
     return key in KEYS or re.fullmatch(several, key) is not None
 
 
 def _targets(entries: Sequence[Any]) -> list[str]:
-    """Return the class paths in a list, whose entries are class paths or mappings with the key ``target``."""
+    """Return the class paths in a list.
+
+    An entry is a class path, or a mapping that has the class path under ``target``.
+    """
     found = [each.get("target") if isinstance(each, dict) else each for each in entries]
     return [str(each) for each in found]
 
 
 def remember(folder: Path, named: Mapping[str, str]) -> None:
-    """Store in the user's cache that the user has typed these class paths for the files in ``folder``.
+    """Store in the user's cache that the user has typed the class paths ``named`` for the files in ``folder``.
 
-    If the cache cannot be written, the user must type them again.
+    ``named`` maps keys to class paths. If the cache cannot be written, the user must type them again next time.
     """
     known = _known()
     lines = [

@@ -31,7 +31,7 @@ def field_types(kind: type) -> Mapping[str, Any]:
 
 
 def defaults(kind: type) -> dict[str, Any]:
-    """Return the default of each field of ``kind``, even if ``kind()`` without arguments is invalid."""
+    """Return {field: default} for the fields of ``kind`` that have a default, without calling ``kind()``."""
     made = [
         (field.name, field.default_factory() if callable(field.default_factory) else field.default)
         for field in dataclasses.fields(kind)
@@ -43,21 +43,24 @@ MOST_NAMED = 6  # most mistakes in one message
 
 
 class Mistakes:
-    """Collects the errors of one command line or file, to report them together."""
+    """Collects the errors of one command line or file, so that they are reported together."""
 
     def __init__(self) -> None:
         self.collected: list[ConfigError] = []
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """A context that collects a :class:`ConfigError` raised inside instead of passing it on."""
+        """A context that collects a :class:`ConfigError` raised inside and does not pass it on."""
         try:
             yield
         except ConfigError as error:
             self.collected.extend(error.parts or [error])
 
     def raise_collected(self) -> None:
-        """Raise one :class:`ConfigError` of one line for all collected errors; no-op if there are none."""
+        """Raise one :class:`ConfigError` for all collected errors, with a message of one line.
+
+        No-op if there are none.
+        """
         if len(self.collected) < 2:
             for error in self.collected:
                 raise error
@@ -80,10 +83,12 @@ def checked(
     elsewhere: Callable[[str], str] = lambda key: "",
     added: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Return a copy of ``tree`` if its keys are exactly the fields of the dataclass ``kind``; raise an error otherwise.
+    """Return a copy of ``tree`` if its keys are exactly the fields of the dataclass ``kind``; otherwise raise
+    ConfigError.
 
     ``elsewhere(key)`` returns a hint for a key that belongs to another group or has another name. If ``added`` is a
-    list, missing keys get their defaults, and are appended to it as ``KEY=VALUE``.
+    list, missing keys get their defaults instead, and ``KEY=VALUE`` is appended to ``added`` for each. ``group`` and
+    ``label``: the group's key, and the group's name in messages.
     """
     prefix, hints = f"{group}." if group else "", field_types(kind)
     accepted = (
@@ -115,9 +120,9 @@ def checked(
 
 
 def build(kind: type, values: dict[str, Any], prefix: str) -> Any:
-    """Return an instance of the dataclass ``kind`` from ``values``, converted to the annotated types.
+    """Return an instance of the dataclass ``kind``, with ``values`` converted to the annotated types.
 
-    The dataclass itself checks the meaning of the values.
+    The dataclass itself checks what the values mean. ``prefix`` precedes the keys in error messages.
     """
     read, mistakes, usual = {}, Mistakes(), defaults(kind)
     for key, hint in field_types(kind).items():
@@ -137,7 +142,7 @@ def build(kind: type, values: dict[str, Any], prefix: str) -> Any:
 
 @contextlib.contextmanager
 def in_one_line() -> Iterator[None]:
-    """A context that escapes the message of a :class:`ConfigError` raised inside, for a terminal."""
+    """A context that escapes the message of a :class:`ConfigError` raised inside, for printing to a terminal."""
     try:
         yield
     except ConfigError as error:
@@ -145,7 +150,10 @@ def in_one_line() -> Iterator[None]:
 
 
 def members(hint: Any) -> list[Any]:
-    """Return the alternatives of a union type. ``str`` comes last, because almost any value can be read as text."""
+    """Return the member types of a union, or ``[hint]`` for another type.
+
+    ``str`` comes last, because almost any value can be read as text.
+    """
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return sorted(typing.get_args(hint), key=lambda kind: kind is str) if union else [hint]
 
@@ -159,7 +167,7 @@ def _read(hint: Any, value: Any) -> Any:
 
 
 def _read_as(kind: Any, value: Any) -> Any:
-    """Return ``value`` converted to ``kind``, one alternative of a union.
+    """Return ``value`` converted to the type ``kind``, which is not a union. Raises ValueError if that is impossible.
 
     Text that spells a number may become a number, because ``${oc.env:STEPS}`` always yields text.
     """
@@ -187,10 +195,7 @@ def _read_as(kind: Any, value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` unchanged; raise ValueError if YAML would not restore it exactly.
-
-    Used for fields that accept any type.
-    """
+    """Return ``value`` for a field of type Any. Raises ValueError for a value that YAML would not restore exactly."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -216,12 +221,12 @@ def _accepted(hint: Any, default: Any) -> str:
 
 
 def refuse(subject: str, why: str) -> NoReturn:
-    """Raise :class:`ConfigError` with an escaped message of one line."""
+    """Raise :class:`ConfigError` with the message ``subject: why``, escaped and on one line."""
     raise ConfigError(printable(f"{_shortened(subject)}: {why}"))
 
 
 def unknown(subject: str, accepted: str, hint: str) -> NoReturn:
-    """Raise :class:`UnknownKeyError` with an escaped message of one line."""
+    """Raise :class:`UnknownKeyError` for the key ``subject``, with an escaped message of one line."""
     raise UnknownKeyError.of(_shortened(subject), accepted, hint)
 
 
@@ -230,10 +235,10 @@ def _shortened(subject: str) -> str:
 
 
 def convert_exactly(hint: Any, value: Any, where: str = "") -> Any:
-    """Return plain data from a file converted to the annotation ``hint``.
+    """Return ``value``, plain data from a file, converted to the annotation ``hint``.
 
-    Lists are converted to tuples, and mappings to dataclasses. For any other difference in type, raise a ValueError
-    that names the location ``where``.
+    Lists are converted to tuples, and mappings to dataclasses. Any other value must have the annotated type already;
+    otherwise ValueError is raised, and its message contains ``where``, the location of the value.
     """
     origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     if origin is types.UnionType and inner[-1] is types.NoneType:

@@ -1,4 +1,4 @@
-"""Formatting and parsing of bytes, seconds and counts."""
+"""Format and parse bytes, seconds and counts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _UNITS |= {
 
 
 def parse_bytes(value: int | str, key: str) -> int:
-    """Return the number of bytes that ``value`` gives as a number or as text such as ``8GiB``.
+    """Return the number of bytes in ``value``, which is a number or a text such as ``8GiB``.
 
     Errors name the setting ``key``.
 
@@ -83,7 +83,9 @@ _TIMES = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0}
 
 
 def parse_seconds(value: float | str, key: str) -> float:
-    """Return the seconds that ``value`` gives as a number or as text such as ``50ms``; errors name the setting ``key``.
+    """Return the number of seconds in ``value``, which is a number of seconds or a text such as ``50ms``.
+
+    Errors name the setting ``key``.
 
     >>> parse_seconds("50ms", "serve.p99")
     0.05
