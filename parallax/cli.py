@@ -1,7 +1,7 @@
-"""The command line: arguments before the first ``key=value`` belong to the command; all others are overrides in Hydra's
-grammar.
+"""The command line of ``parallax``.
 
-Most modules are imported inside :func:`main`, which handles Ctrl-C.
+Arguments before the first ``key=value`` belong to the command. The ``key=value`` arguments are settings, in the grammar
+of Hydra's overrides. Most modules are imported inside :func:`main`, so that Ctrl-C is handled during imports, too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ COMMANDS = {
     "import": "make a run's first checkpoint from given weights",
     "doctor": "print devices, memory, bandwidths, and the problems to expect",
 }
-"""Commands and their descriptions; each is a module of :mod:`parallax.commands`, with ``_`` after a Python keyword."""
+"""{command: description}.
+
+Each command is a module of :mod:`parallax.commands`; if its name is a Python keyword, the module's name ends in ``_``.
+"""
 
 
 # In the output, or in any other file or pipe.
@@ -59,8 +62,10 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0 for success, 1 for a failure, 2 for wrong input. ``arguments``
-    defaults to the process's own arguments."""
+    """Run the command line and return the exit code: 0 for success, 1 for a failure, 2 for wrong input.
+
+    ``arguments`` None means the arguments of this process.
+    """
     code = _main(arguments)
     if arguments is None:
         exit_on_request(code)
@@ -98,7 +103,7 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 def _report_error(error: BaseException) -> int:
-    """Print why the command failed; return the exit code."""
+    """Print the reason why the command failed, and return the exit code. Under torchrun, end the process instead."""
     if under_torchrun():
         from parallax.runtime.failure.exit_report import report_and_exit
 
@@ -128,8 +133,11 @@ def _report_error(error: BaseException) -> int:
 
 
 def _refused(code: int) -> int:
-    """Return ``code``, the exit code of wrong input. Under torchrun, end this rank instead, so that torchrun does not
-    restart it: a restart would fail again."""
+    """Return ``code``, the exit code of wrong input.
+
+    Under torchrun, end this process instead, in a way that torchrun does not answer with a restart: the restart would
+    fail again.
+    """
     if under_torchrun():
         from parallax.runtime.failure.refusal import end_process
 
@@ -139,8 +147,11 @@ def _refused(code: int) -> int:
 
 @contextlib.contextmanager
 def _no_collection(*, own_process: bool) -> Iterator[None]:
-    """A context for imports in which the garbage collector is off: it would take a fifth of the import time and free
-    almost nothing. ``own_process``: at the end, also exclude the imported objects from later collections."""
+    """A context for imports in which the garbage collector is off.
+
+    Collections would take a fifth of the import time and free almost nothing. ``own_process``: on exit, also exclude
+    all existing objects from later collections.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -154,8 +165,10 @@ def _no_collection(*, own_process: bool) -> Iterator[None]:
 
 
 def _give_up_output() -> bool:
-    """Redirect a broken stdout to the null device, so that flushing at exit cannot fail again. Return whether it was
-    broken."""
+    """Return whether writing to stdout fails.
+
+    If it does, redirect stdout to the null device, so that the flush at exit cannot fail again.
+    """
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -168,7 +181,7 @@ def _give_up_output() -> bool:
 
 
 def _printed(error: OSError) -> bool:
-    """Whether ``error`` was raised while printing."""
+    """Return whether ``error`` was raised by a print call of Parallax or rich."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -190,8 +203,7 @@ _MEANT = {"resume": "train", "run": "train", "fit": "train", "status": "top"}
 
 
 def _parse(typed: list[str]) -> argparse.Namespace:
-    """Return the parsed arguments. Settings (``key=value``) may stand anywhere; argparse alone misreads settings after
-    an option."""
+    """Return the parsed arguments. A setting (``key=value``) may stand anywhere, also after an option."""
     if typed and not typed[0].startswith("-") and typed[0] not in COMMANDS:
         hint = nearest(_MEANT.get(typed[0], typed[0]), COMMANDS)
         accepted = ", ".join(COMMANDS)
@@ -213,8 +225,10 @@ def _parse(typed: list[str]) -> argparse.Namespace:
 
 
 def _as_setting(left: list[str]) -> str:
-    """Return a hint that names Parallax's setting, if the first unknown option is another trainer's, such as
-    ``--batch-size``; otherwise ""."""
+    """Return a hint that names the Parallax setting for an option of another trainer, such as ``--batch-size``.
+
+    ``left`` are the unknown arguments, of which the first option counts. Without a counterpart, return "".
+    """
     option = next((word for word in left if word.startswith("--")), "").partition("=")[0]
     if not option:
         return ""
@@ -224,7 +238,10 @@ def _as_setting(left: list[str]) -> str:
 
 
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
-    """Return the argument parser with the options of the ``chosen`` command; only that command's module is imported."""
+    """Return the argument parser of all commands, with the options of the ``chosen`` command.
+
+    Only the module of that command is imported.
+    """
     parser = _Parser(
         prog="parallax",
         description="Train PyTorch models that are too large for their devices.",

@@ -41,33 +41,43 @@ class ParallaxError(Exception):
 
 
 class HangError(ParallaxError):
-    """A hang before the first step: the running code shows no sign of life. The error is raised inside that code, which
-    must not catch it."""
+    """Code that runs before the first step has hung: it shows no sign of life.
+
+    The error is raised inside that code, which must not catch it.
+    """
 
 
 class UserError(ParallaxError):
-    """Wrong input: reported as one line, exit code 2."""
+    """The user's input is wrong. The command prints one line and ends with exit code 2."""
 
     exit_code = 2
     common = True
 
 
 class ConfigError(UserError):
-    """A configuration key or value is not accepted. An error that reports several mistakes at once has one error per
-    mistake in ``parts``."""
+    """A configuration key or value is not accepted.
+
+    ``parts``: the separate errors, if this one reports several mistakes; otherwise empty.
+    """
 
     parts: tuple[ConfigError, ...] = ()
 
 
 class UnknownKeyError(ConfigError):
-    """A configuration key does not exist. ``subject``: the key as typed; ``accepted``: the keys that exist; ``hint``:
-    the most similar one."""
+    """A configuration key does not exist.
+
+    ``accepted``: a text with the keys that exist. ``short``: the message without this text, to list several unknown
+    keys in one line.
+    """
 
     accepted = short = ""
 
     @classmethod
     def of(cls, subject: str, accepted: str, hint: str) -> UnknownKeyError:
-        """Return the error. Its message alone is enough to rebuild it on another rank."""
+        """Return the error for the unknown key ``subject``.
+
+        ``accepted``: the keys that exist. ``hint``: the most similar one.
+        """
         error = cls(printable(f"{subject}: unknown key; {accepted}{hint}"))
         error.accepted = printable(accepted)
         error.short = printable(f"{subject}: unknown key{hint}")
@@ -79,7 +89,7 @@ class DescribeError(UserError):
 
 
 class PlanError(UserError):
-    """A plan, profile or cluster contradicts itself."""
+    """A plan, a profile or the description of a cluster contradicts itself."""
 
 
 class InfeasiblePlan(PlanError):
@@ -91,7 +101,10 @@ class PreflightError(UserError):
 
 
 class UnfitHostError(PreflightError):
-    """Some hosts cannot take part in the run, and others can. ``why``: host identity → reason. Raised on every rank."""
+    """Some hosts have too little of a resource for the run, and others have enough. It is raised on every rank.
+
+    ``why``: {host identity: reason}.
+    """
 
     def __init__(self, message: str, why: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -111,13 +124,17 @@ class CheckpointError(UserError):
 
 
 class LaterStartError(CheckpointError):
-    """This process belongs to an earlier start of a run that has been started again; only the latest start may save
-    checkpoints."""
+    """This process belongs to an earlier start of the run: the run has been started again since.
+
+    Only the latest start may save checkpoints.
+    """
 
 
 class BudgetExceeded(ParallaxError):
-    """The device budget cannot be kept, because nothing more can be offloaded. ``needed_bytes``: the bytes that do not
-    fit."""
+    """A stage exceeds its limit of device memory, and nothing more can be offloaded.
+
+    ``needed_bytes``: the number of bytes above the limit.
+    """
 
     def __init__(self, message: str, needed_bytes: int = 0) -> None:
         super().__init__(message)
@@ -131,19 +148,19 @@ class SwapError(ParallaxError):
 
 
 class TransportError(ParallaxError):
-    """A channel between two stages broke its contract."""
+    """Communication between ranks failed: a rank cannot be reached, or it sent data that the receiver cannot use."""
 
     may_pass = True
 
 
 class AbsentError(TransportError):
-    """Some ranks never started."""
+    """Some ranks of the run never started."""
 
     common = True
 
 
 class CallbackError(ParallaxError):
-    """A user's callback raised an exception, which is the ``__cause__`` of this one."""
+    """A user's callback raised an exception, which is the ``__cause__`` of this error."""
 
     traced = True
 
@@ -172,8 +189,10 @@ def printable(text: str) -> str:
 
 
 def nearest(word: str, accepted: Iterable[str]) -> str:
-    """Return `` (did you mean 'x'?)`` with the most similar accepted word, or an empty string. Words that contain all
-    of ``word`` come first.
+    """Return a hint ``(did you mean 'x'?)`` with the accepted word that is most similar to ``word``; "" if none is
+    similar.
+
+    Accepted words that contain all of ``word`` come first. The hint begins with a space.
 
     >>> nearest("layrs", ["layers", "hidden"])
     " (did you mean 'layers'?)"
@@ -188,13 +207,13 @@ def nearest(word: str, accepted: Iterable[str]) -> str:
 
 
 def check_positive(key: str, value: int | float, *, zero: bool = False) -> None:
-    """Raise :class:`ConfigError` naming ``key`` unless ``value`` is above zero or, with ``zero``, zero."""
+    """Raise :class:`ConfigError` that names ``key`` unless ``value`` is above zero. ``zero``: zero is accepted, too."""
     if value < 0 or (value == 0 and not zero) or value != value:
         raise ConfigError(f"{key}={value}: accepted are numbers {'from' if zero else 'above'} 0")
 
 
 def check_choice(key: str, value: str, accepted: Iterable[str]) -> None:
-    """Raise :class:`ConfigError`, with the most similar name, unless ``value`` is one of ``accepted``."""
+    """Raise :class:`ConfigError` unless ``value`` is one of ``accepted``. The message suggests the most similar one."""
     accepted = list(accepted)
     if value not in accepted:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Callbacks that apply ``parallax.swap`` inside training loops: of other libraries, and of ``parallax train``.
+"""Callbacks that apply :func:`parallax.swap` in the training loops of transformers, Lightning and ``parallax train``.
 
 Each library is imported only when its callback is requested.
 """
@@ -17,15 +17,17 @@ from parallax.swap.lms.scope import Swapping, swap
 
 
 class Training:
-    """Opens a swap scope when a trainer starts, and closes it when the trainer ends. ``swapping``: the latest scope,
-    whose ``report()`` describes the training."""
+    """Opens a swap scope (:func:`parallax.swap`) when a training starts, and closes the scope when the training ends.
+
+    ``swapping``: the latest scope. Its ``report()`` describes what was offloaded.
+    """
 
     def __init__(self, limit: int | str, options: dict[str, Any]) -> None:
         self._limit, self._options = limit, options
         self.swapping: Swapping | None = None
 
     def begin(self, model: nn.Module, optimizers: Any) -> None:
-        """Enter a new scope. The scope of an earlier training that failed without a callback is closed first."""
+        """Open a new scope. If an earlier scope is still open, because its training failed, it is closed first."""
         self.end()
         # Other objects in the list (a placeholder, None in an evaluation) have no states to offload.
         given = [optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer)]
@@ -41,22 +43,23 @@ def transformers_callback(limit: int | str = AUTO, **options: Any) -> Any:
 
     ``limit`` and ``options`` are passed to :func:`parallax.swap`, together with the trainer's optimizer.
     ``callback.training.swapping.report()`` returns a text about the bytes moved, the time lost and the reasons. The
-    trainer calls no callback after an exception: if you catch one, call ``callback.training.end()``, or train again.
+    trainer calls no callback after an exception. If you catch the exception, call ``callback.training.end()``, or train
+    again.
     """
     base: Any = import_module("transformers").TrainerCallback
 
     class TransformersSwapCallback(base):
-        """Enters the scope before the first step and leaves it after the last."""
+        """A callback that opens the swap scope before the first step and closes it after the last."""
 
         def __init__(self) -> None:
             self.training = Training(limit, options)
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-            """Enter the scope; the trainer has already moved parameters and optimizer to the device."""
+            """Open the scope. At this time the trainer has already moved parameters and optimizer to the device."""
             self.training.begin(kwargs["model"], [kwargs.get("optimizer")])
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-            """Leave the scope, which moves the optimizer states back to the device."""
+            """Close the scope, which moves the optimizer states back to the device."""
             self.training.end()
 
     return TransformersSwapCallback()
@@ -71,34 +74,39 @@ def lightning_callback(limit: int | str = AUTO, **options: Any) -> Any:
     base: Any = import_module("lightning.pytorch").Callback
 
     class LightningSwapCallback(base):
-        """Enters the scope before the first step and leaves it after the last one, or after a step that fails."""
+        """A callback that opens the swap scope before the first step, and closes it after the last step or after a
+        failed step.
+        """
 
         def __init__(self) -> None:
             self.training = Training(limit, options)
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            """Enter the scope; the trainer has already moved parameters and optimizers to the device."""
+            """Open the scope. At this time the trainer has already moved parameters and optimizers to the device."""
             self.training.begin(pl_module, trainer.optimizers)
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-            """Leave the scope, which moves the optimizer states back to the device."""
+            """Close the scope, which moves the optimizer states back to the device."""
             self.training.end()
 
         def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
-            """Leave the scope, because the trainer ends after an exception."""
+            """Close the scope, because the trainer ends after an exception."""
             self.training.end()
 
     return LightningSwapCallback()
 
 
 class SwapCallback:
-    """The callback of a run that :func:`run_callback` returns. ``training.swapping``: its scope."""
+    """The callback for ``parallax train`` that :func:`run_callback` returns.
+
+    ``training.swapping``: the latest swap scope.
+    """
 
     def __init__(self, limit: int | str, options: dict[str, Any]) -> None:
         self.training = Training(limit, options)
 
     def on_run_start(self, run: Any) -> None:
-        """Enter the scope with the weights of this rank's stage."""
+        """Open the scope for the weights of this rank's stage."""
         held = nn.Module()
         for name, tensor in run.engine.parameters.items():
             plain = name.replace(".", "_")
@@ -109,7 +117,7 @@ class SwapCallback:
         self.training.begin(held, [])
 
     def on_run_end(self, run: Any) -> None:
-        """Leave the scope, and write its report into the run's directory."""
+        """Close the scope, and write its report into the run's directory."""
         self.training.end()
         if self.training.swapping is not None:
             path = run.directory / f"swap-rank{run.rank}.txt"
@@ -117,11 +125,13 @@ class SwapCallback:
 
 
 def run_callback(limit: int | str = AUTO, **options: Any) -> SwapCallback:
-    """Return a callback for ``parallax train``: ``callbacks=[{target: parallax.integrations:run_callback, kwargs:
-    {n_tensors: 2, lb: 1}}]``.
+    """Return a callback for ``parallax train`` that offloads activations as you specify, like IBM's Large Model
+    Support.
 
-    ``limit`` and ``options`` are passed to :func:`parallax.swap`. It offloads activations by hand, as IBM's Large Model
-    Support does; the optimizer's states stay where the plan puts them. A plan offloads activations itself
-    (``plan.activations=offload``). The report is in ``swap-rankN.txt`` in the run's directory.
+    Its setting is ``callbacks=[{target: parallax.integrations:run_callback, kwargs: {n_tensors: 2, lb: 1}}]``.
+    ``limit`` and ``options`` are passed to :func:`parallax.swap`. The optimizer's states stay where the plan puts them.
+    A report is written to ``swap-rankN.txt`` in the run's directory.
+
+    You do not need this callback if the plan offloads activations (``plan.activations=offload``).
     """
     return SwapCallback(limit, options)
