@@ -125,8 +125,8 @@ def _refused(name: str) -> NoReturn:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that accepts plain data only and rejects duplicate
-    keys, because one of the two values would be lost.
+    """A YAML loader that accepts plain data only and rejects duplicate keys, because one of the two values would be
+    lost.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

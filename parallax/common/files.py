@@ -225,7 +225,7 @@ class AppendedFile:
 def existing_parent(path: Path) -> Path:
     """Return ``path`` if it is a folder, otherwise its nearest existing parent folder.
 
-    It is on the file system on which ``path`` is or would be created.
+    The result is on the file system on which ``path`` is or would be created.
     """
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if folder.is_dir())

@@ -296,7 +296,6 @@ class Requests:
         return time.monotonic() - self._when if self.first else 0.0
 
     def add(self, number: int) -> None:
-        """Record a received signal."""
         now = time.monotonic()
         if not self.first:
             self.first, self._when = number, now

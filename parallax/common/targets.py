@@ -1,8 +1,8 @@
 """Import and call functions that the user names in a configuration.
 
 The names must come from the user's own configuration, never from a checkpoint, a plan or a profile. Exceptions that the
-user's function raises are shown with their traceback. Arguments that the function does not accept are reported as
-invalid configuration instead, because they are compared with the function's signature before the call.
+user's function raises are shown with their traceback. Arguments that the function does not accept are reported in one
+line, as invalid configuration. They are found before the call, by comparison with the function's signature.
 """
 
 from __future__ import annotations

@@ -33,10 +33,11 @@ def format_seconds(seconds: float) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Return a count with its noun.
+    """Return a count with its noun, in the plural if the count is not 1.
 
     >>> plural(1, "row"), plural(1200, "micro-batch")
-    ('1 row', '1,200 micro-batches')"""
+    ('1 row', '1,200 micro-batches')
+    """
     ending = "es" if noun.endswith(("ch", "s", "x")) else "s"
     return f"{count:,} {noun}{ending if count != 1 else ''}"
 
