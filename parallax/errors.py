@@ -14,10 +14,10 @@
     │   ├── DataError                 no rows, unreadable folder, too little text
     │   │   └── EmptyBatchError       a batch of no rows, often at the end of the data
     │   └── CheckpointError           missing, damaged, or of another model
-    │       └── LaterStartError       another start of the run continues
-    ├── BudgetExceeded                the swap manager has nothing left to move
-    ├── SwapError                     a tier failed to write or read (path and bytes)
-    ├── TransportError                a channel between stages broke its contract
+    │       └── LaterStartError       the run has been started again since
+    ├── BudgetExceeded                a stage exceeds its memory limit, nothing more to offload
+    ├── SwapError                     an offload tier failed to write or read
+    ├── TransportError                communication between ranks failed
     │   └── AbsentError               ranks that never started
     ├── CallbackError                 a callback of the user raised an exception
     ├── DeadlockError                 action lists that can never finish

@@ -201,9 +201,9 @@ def dump(config: RunConfig) -> str:
 def load(text: str, added: list[str] | None = None) -> RunConfig:
     """Return the configuration that :func:`dump` wrote as ``text``, validated as :func:`compose` does.
 
-    If ``added`` is a list, settings that are missing in ``text`` get their defaults and are appended to ``added``. An
-    older version of Parallax wrote such a text. This applies only if ``text`` has the first and the last setting;
-    otherwise the text may be truncated, and missing settings raise :class:`ConfigError`.
+    An older version of Parallax writes a text without the settings that are new. If ``added`` is a list, missing
+    settings get their defaults and are appended to ``added``. If ``text`` lacks the first or the last setting, it may
+    be truncated, so missing settings raise :class:`ConfigError` all the same.
 
     A user's schedule is imported, so first check that the user trusts the file (:mod:`parallax.common.trust`).
     """

@@ -115,8 +115,10 @@ def _versions(folders: Sequence[Path]) -> tuple[int, ...]:
 
 
 def _folder() -> Path:
-    """Return the folder of Parallax's own options: ``configs`` in the installed package, or beside the package in a
-    checkout."""
+    """Return the folder of Parallax's own options.
+
+    It is ``configs`` in the installed package or, in a checkout of the source, ``configs`` beside the package.
+    """
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "configs", package.parent / "configs"):
         if (folder / "config.yaml").is_file():

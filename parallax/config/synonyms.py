@@ -1,4 +1,4 @@
-"""The keys of other trainers (transformers, Lightning, torchtitan, DeepSpeed, nanoGPT) and their counterparts here."""
+"""The terms of other trainers (transformers, Lightning, torchtitan, DeepSpeed, nanoGPT), and Parallax's settings."""
 
 from __future__ import annotations
 
