@@ -1,6 +1,4 @@
-"""Find the tensors of a module that are neither parameters nor
-buffers: in attributes, lists, dicts and plain objects.
-"""
+"""Find the tensors of a module that are neither parameters nor buffers: in attributes, lists, dicts and objects."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
 def check_functions(model: nn.Module, log: OperationLog) -> None:
     """Raise :class:`Unrecordable` if an attribute is a function whose closure holds a tensor or a module of ``model``.
 
-    A deep copy of the module would still refer to the original.
+    A deep copy of ``model`` would share the function, which would still refer to the original tensor or module.
     """
     inside = {id(module) for module in model.modules()}
     seen: set[int] = set()
@@ -59,7 +57,7 @@ def _inside(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Tensor
 
 
 def _functions(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield the functions in a module's attributes and in containers there, but not inside other objects."""
+    """Yield ``value`` if it is a function, or the functions inside a container. Other objects are not searched."""
     if isinstance(value, types.FunctionType):
         yield value
     elif isinstance(value, Mapping | list | tuple | set | functools.partial):
@@ -68,7 +66,7 @@ def _functions(value: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def _parts(value: Any, seen: set[int]) -> list[tuple[Any, Any]]:
-    """Return the (key, value) pairs of a container or an object; empty if it was visited before."""
+    """Return the (key, value) pairs of a container or an object; empty if ``seen`` shows that it was visited before."""
     if isinstance(value, (*_ATOMS, *_FUNCTIONS, nn.Module, Tensor)) or id(value) in seen:
         return []
     seen.add(id(value))

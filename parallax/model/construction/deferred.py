@@ -1,12 +1,12 @@
-"""Deferred initialization: build a model with its own constructor without memory, and compute one stage's values later.
+"""Deferred initialization: run a model's own constructor without memory, and compute the values of one stage later.
 
 The operations of a constructor are logged while it runs (:mod:`parallax.model.construction.recorder`), and replayed for
-the requested tensors (:mod:`parallax.model.construction.replay`). Since the operations are the same, constants and
-random numbers are the same, whichever tensors are requested in whichever order. If a constructor cannot be recorded,
-each process that needs values runs it again as a whole.
+the requested tensors (:mod:`parallax.model.construction.replay`). The replayed operations are the constructor's own, so
+constants and random numbers are the same, whichever tensors are requested, in whichever order. If a constructor cannot
+be recorded, each process that needs values runs the whole constructor again, on the CPU.
 
-A constructor may leave meta tensors in the process, outside the model. Function caches are cleared. Tensors in class
-attributes or module globals get their real values, because the next constructor or the loss may use them.
+A constructor may leave meta tensors outside the model. Function caches that hold such tensors are cleared. Tensors in
+class attributes or module globals get their real values, because the next constructor or the loss may use them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ModelFactory = Callable[[], nn.Module]
 
 
 class Values(Protocol):
-    """The interface to an object that creates the real values of a model whose tensors are on the meta device."""
+    """The interface to an object that computes the real values of a model on the meta device."""
 
     def deepcopy_memo(
         self,
@@ -51,18 +51,18 @@ class Values(Protocol):
     ) -> dict[int, Any]:
         """Return a ``memo`` with which ``copy.deepcopy`` copies ``module`` with real values.
 
-        It maps ids of the tensors of ``module``, a module of the skeleton, to CPU tensors; floating-point ones have
-        ``dtype``. ``known`` are existing entries. ``filled`` are ids of tensors that need no values, because the caller
-        overwrites them.
+        ``module`` belongs to the model on the meta device. The result maps the id of each of its tensors to a CPU
+        tensor. Floating-point parameters and buffers have ``dtype``. ``known`` are entries that already exist.
+        ``filled`` are ids of tensors that need no values, because the caller overwrites them.
         """
         ...
 
 
 class DeferredModel:
-    """A model built without memory, from which stages with values can be made.
+    """A model built without memory, from which stages with values can be created.
 
-    ``model`` is the skeleton, with all parameters and buffers on the meta device. ``attributes`` are its other tensors,
-    by path. ``unwritten`` are the names of parameters that the constructor left uninitialized.
+    ``model`` is the model with all parameters and buffers on the meta device. ``attributes`` maps paths to its other
+    tensors. ``unwritten`` are the names of parameters that the constructor left uninitialized.
     """
 
     def __init__(
@@ -72,9 +72,10 @@ class DeferredModel:
         self.attributes = plain_tensors(model)
 
     def with_attributes(self) -> nn.Module:
-        """Return the model with real values in the tensors of ``attributes``.
+        """Return a copy of the model in which the tensors of ``attributes`` have real values.
 
-        It is for code that runs outside the stages, such as a loss.
+        Parameters and buffers are still on the meta device. The copy is for code that runs outside the stages, such as
+        a loss.
         """
         if not self.attributes:
             return self.model
@@ -87,8 +88,8 @@ class DeferredModel:
 def deferred_init(factory: ModelFactory, seed: int) -> DeferredModel:
     """Run the model constructor ``factory`` on the meta device, and return the model.
 
-    ``seed`` seeds the random numbers, unless the constructor seeds them itself. Raises :class:`DescribeError` if
-    ``factory`` returns no model, or one with lazy parameters.
+    ``seed`` seeds the random numbers unless the constructor sets a seed itself. Raises :class:`DescribeError` if
+    ``factory`` does not return a model, or returns a model with lazy parameters.
     """
     try:
         return _record(factory, seed)
@@ -118,9 +119,9 @@ def _record(factory: ModelFactory, seed: int) -> DeferredModel:
 
 
 def uncompiled(model: Any) -> Any:
-    """Return ``model`` with torch.compile's wrappers replaced by the modules inside them.
+    """Return ``model`` with each wrapper of torch.compile replaced by the module inside it.
 
-    A wrapper changes tensor names to ``_orig_mod.…``, and blocks inside a compiled model are not accessible.
+    A wrapper changes tensor names to ``_orig_mod.…``, and hides the blocks inside a compiled model.
     """
     if not isinstance(model, nn.Module):
         return model
@@ -168,7 +169,10 @@ def _check(model: Any) -> None:
 
 
 def _skeleton(model: nn.Module, log: OperationLog) -> nn.Module:
-    """Return ``model`` with meta tensors in place of tensors that existed before its constructor ran."""
+    """Return ``model`` with all parameters and buffers on the meta device.
+
+    Tensors that existed before the model's constructor ran are still real; meta tensors replace them.
+    """
     kept: dict[int, Any] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -185,7 +189,7 @@ def _skeleton(model: nn.Module, log: OperationLog) -> nn.Module:
 def _separate_from_outside(model: nn.Module, log: OperationLog) -> None:
     """Replace the model's buffers and attribute tensors by new tensor objects.
 
-    The constructor may also keep the original objects outside the model, where they get real values later.
+    The constructor may have stored the old objects outside the model, too, where they get real values later.
     """
     parted: dict[int, Tensor] = {}
     for module in model.modules():
@@ -204,7 +208,7 @@ def _unwritten(model: nn.Module, log: OperationLog) -> tuple[str, ...]:
 
 
 class _Replayed:
-    """The values of a recorded constructor, computed by replaying its operations."""
+    """Computes the values of a recorded constructor by replaying its operations."""
 
     def __init__(self, log: OperationLog, seed: int) -> None:
         self._log, self._replay = log, Replay(log, seed)
@@ -216,7 +220,7 @@ class _Replayed:
         known: Mapping[int, Any],
         filled: Collection[int] = (),
     ) -> dict[int, Any]:
-        """See :class:`Values`. Tensors that are the same object, or that share memory, still do so in the copy."""
+        """See :class:`Values`. Tensors that are one object, or that share memory, still are or do so in the copy."""
         own = {id(t): t for t in [*module.parameters(), *module.buffers()]}
         plain = {id(t): t for t in plain_tensors(module).values() if id(t) not in own}
         parts: dict[int, Any] = dict(known)
@@ -260,10 +264,10 @@ def _build_on_host(factory: ModelFactory, seed: int, reason: str) -> DeferredMod
 
 
 class _Built:
-    """The values of a constructor that cannot be recorded: it runs again, normally, on the CPU.
+    """Gets the values of a constructor that cannot be recorded by running it again, normally, on the CPU.
 
-    The first request for a module gets the built module itself, because functions in the module may refer to it. Later
-    requests get copies.
+    The first request for a module returns the built module itself, because functions in the module may refer to it.
+    Later requests return copies.
     """
 
     def __init__(self, factory: ModelFactory, seed: int, skeleton: nn.Module) -> None:
@@ -316,7 +320,10 @@ _ATOMS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 
 @contextmanager
 def cleared_caches(log: OperationLog) -> Iterator[None]:
-    """A context that, on exit, clears every ``functools.lru_cache`` that was called with a tensor of ``log`` inside."""
+    """A context that on exit clears function caches (``functools.lru_cache``) which hold tensors of ``log``.
+
+    Only caches with new entries since the context was entered are searched.
+    """
     before = {id(cache): cache.cache_info().misses for cache in _caches()}
     try:
         yield
@@ -327,9 +334,9 @@ def cleared_caches(log: OperationLog) -> Iterator[None]:
 
 
 def fill_outside_tensors(log: OperationLog, replay: Replay, own: Collection[int]) -> None:
-    """Give real values to the tensors in ``log`` that exist outside the model.
+    """Give real values to the tensors of ``log`` that exist outside the model.
 
-    ``own`` are the ids of the model's tensors.
+    ``own`` are the ids of the model's tensors, which stay on the meta device.
     """
     if not _alive(log, own):
         return

@@ -1,8 +1,8 @@
 """Track the random generators of a recorded constructor.
 
-No numbers are drawn while a constructor is recorded, so a generator's state does not advance. Instead, after each draw
-the generator is set to a unique state, a mark, and the log stores which draw the mark follows. If the constructor seeds
-a generator or restores an earlier state, the state differs from the last mark, so this is detected.
+No numbers are drawn while a constructor is recorded, so a generator's state does not advance. Instead, each draw sets
+the generator to a new unique state, called a mark, and stores which draw the mark follows. At the next draw the
+generator's state is the last mark, unless the constructor has seeded the generator or restored an earlier state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from parallax.model.private import without_function_modes, without_operator_mode
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """A context that seeds the CPU generators of torch, numpy and Python, and restores their states."""
+    """A context in which the CPU generators of torch, numpy and Python start from ``seed``.
+
+    On exit, their states are restored.
+    """
     pythons, numpys = random.getstate(), np.random.get_state()  # noqa: NPY002
     torchs = torch.default_generator.get_state()
     random.seed(seed)
@@ -36,7 +39,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class Generators:
-    """The random generators of one constructor. ``seed`` seeds the generators of Python and numpy."""
+    """Tracks the random generators of one constructor. ``seed`` seeds the generators of Python and numpy."""
 
     def __init__(self, seed: int) -> None:
         self._seed, self._marks = seed, 0
@@ -55,7 +58,7 @@ class Generators:
                     generator.set_state(state)
 
     def next(self, generator: torch.Generator | None, place: int) -> Drawn:
-        """Return the random state from which the logged operation ``place`` draws.
+        """Return the random state from which operation ``place`` of the log draws, and mark the generator.
 
         ``generator`` None is torch's default generator.
         """

@@ -1,7 +1,7 @@
 """Intercept functions that read a tensor's values or device while a constructor is recorded on meta tensors.
 
-A recorded tensor reports that it is on the CPU, has a unique address, and gives its values to numpy, lists and
-printing. Writes through numpy cannot be logged, so they raise an error.
+A recorded tensor reports that it is on the CPU and has a unique address. numpy, lists and printing get the tensor's
+values. Writes through numpy cannot be logged, so they raise an error.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ _VALUES = (
 _MADE_OF_VALUES = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _NOWHERE = (Tensor.cpu, Tensor.cuda, Tensor.pin_memory, Tensor.share_memory_)
-"""Moves without effect: a recorded tensor counts as on the CPU."""
+"""Functions that move a tensor between devices.
+
+They return a recorded tensor unchanged, because it counts as on the CPU.
+"""
 
 
 class HostValueInterceptor(TorchFunctionMode):
-    """Makes a recorded tensor look like a CPU tensor: functions that read its values or its device return what they
-    would return for a CPU tensor.
+    """Makes recorded tensors look like CPU tensors.
 
+    Functions that read the values or the device of a recorded tensor return what they would return for a CPU tensor.
     ``recorder``: the recorder of these tensors.
     """
 
@@ -63,10 +66,10 @@ class HostValueInterceptor(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Handle a torch function call.
+        """Return the result of a torch function.
 
-        Reads of values and constructors of tensors are handled here. Other functions run, and their operators are
-        intercepted.
+        Functions that read values, and functions that create tensors from values, are handled here. All other functions
+        run, and ``recorder`` intercepts their operators.
         """
         kwargs = kwargs or {}
         if function in _MADE_OF_VALUES:
@@ -83,9 +86,9 @@ class HostValueInterceptor(TorchFunctionMode):
         return self._on_meta(function, *args, **kwargs)
 
     def _on_meta(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a call in which the constructor itself requested the meta device.
+        """Run a call in which the constructor itself requests the meta device.
 
-        The result has no values in a normal run of the constructor either.
+        The result would have no values without recording either.
         """
         before, self._recorder.to_meta = self._recorder.to_meta, True
         try:
@@ -94,15 +97,18 @@ class HostValueInterceptor(TorchFunctionMode):
             self._recorder.to_meta = before
 
     def check(self) -> None:
-        """Raise :class:`Unrecordable` if memory that was shared with numpy has changed."""
+        """Raise :class:`Unrecordable` if the constructor has written into memory that it got from ``numpy()`` of a
+        tensor.
+        """
         for tensor, digest in self._shown:
             if fingerprint(tensor.untyped_storage()) != digest:
                 raise Unrecordable("it writes into what numpy() of a tensor returned")
 
     def _numbers(self, value: Any) -> Any:
-        """Return nested lists with real tensors in place of recorded ones.
+        """Return nested lists or tuples with real tensors in place of recorded ones; any other value unchanged.
 
-        torch builds a tensor from lists without calling operators, so recorded tensors cannot be intercepted there.
+        torch builds a tensor from lists without calling operators, so recorded tensors inside lists cannot be
+        intercepted.
         """
 
         def number(part: Any) -> Any:
@@ -129,9 +135,9 @@ class HostValueInterceptor(TorchFunctionMode):
         return ((view.cell.number + 1) << 40) + view.offset * view.dtype.itemsize
 
     def _of_one_kind(self, tensor: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both tensors.
+        """Return ``tensor`` and ``value`` for the assignment ``tensor.data = value``.
 
-        If only one of them is recorded, and so on the meta device, the other is converted to meta.
+        If only one of the two is on the meta device, the other is converted to a meta tensor.
         """
         with plain_execution():
             if tensor.is_meta and not value.is_meta:
@@ -142,9 +148,10 @@ class HostValueInterceptor(TorchFunctionMode):
             return tensor, value
 
     def _set(self, tensor: Tensor, index: Any, value: Any) -> None:
-        """Assign ``value`` to a tensor at ``index``.
+        """Assign ``value`` to ``tensor`` at ``index``.
 
-        A number is assigned as a host tensor, because torch would create one on the meta device of ``tensor``.
+        A number is first converted to a CPU tensor, because torch would convert it to a meta tensor, which has no
+        value.
         """
         if not isinstance(value, Tensor):
             with plain_execution():
@@ -152,7 +159,10 @@ class HostValueInterceptor(TorchFunctionMode):
         tensor[self._places(index)] = value
 
     def _places(self, index: Any) -> Any:
-        """Return an index with lists converted to host tensors, because torch would create them on the meta device."""
+        """Return an index in which lists are CPU tensors.
+
+        torch would convert the lists to meta tensors, which have no values.
+        """
         if type(index) is tuple:
             return tuple([self._places(part) for part in index])
         if not isinstance(index, list | range | np.ndarray):
@@ -162,9 +172,9 @@ class HostValueInterceptor(TorchFunctionMode):
             return torch.as_tensor(index, dtype=None if index else torch.int64)
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return ``tensor`` converted to the dtype and memory format that ``Tensor.to`` was called with.
+        """Return ``tensor`` in the dtype and memory format with which ``Tensor.to`` was called.
 
-        A device other than meta is ignored, because all recorded tensors report that they are on the CPU.
+        The requested device is ignored unless it is meta, because recorded tensors count as on the CPU.
         """
         copy = bool(kwargs.pop("copy", False))
         if args and isinstance(args[0], Tensor):
@@ -184,7 +194,7 @@ class HostValueInterceptor(TorchFunctionMode):
 def _device(_: Tensor) -> torch.device:
     """Return the CPU as the device of a recorded tensor.
 
-    Raises an error while the tensor is being pickled, because it has no bytes to write.
+    Raises :class:`Unrecordable` while the tensor is being pickled, because it has no bytes that pickle could write.
     """
     if sys._getframe(2).f_code.co_name == "_reduce_ex_internal":
         raise Unrecordable("it pickles a tensor")

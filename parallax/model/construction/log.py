@@ -1,6 +1,6 @@
 """The log of a constructor: its storages, and the operations that wrote them.
 
-Each tensor is logged as a view of a storage, which also covers views, ``tensor.data = other`` and copies of the Python
+Each tensor is logged as a view of a storage. This also describes views, ``tensor.data = other`` and copies of a tensor
 object. An operation reads some storages and writes others. The final content of a storage is determined by the
 operations that wrote it, in order.
 """
@@ -23,16 +23,16 @@ _SAMPLES, _SAMPLE_BYTES = 1024, 64  # samples of memory from outside, to detect 
 class Unrecordable(Exception):
     """Raised if the constructor does something that the log cannot represent.
 
-    Then the whole model is built normally.
+    The whole model is then built without recording.
     """
 
 
 class Cell:
     """The log's entry for one storage of the constructor.
 
-    ``constant``: content before the first operation; None: uninitialized. ``writes``: ascending indices of the
-    operations that wrote the storage. ``storage``: the storage on the meta device, kept alive so that its address is
-    not reused.
+    ``constant``: the storage's content before the first operation; None: uninitialized. ``writes``: ascending indices
+    of the operations that wrote the storage. ``storage``: the storage on the meta device; the reference keeps it alive,
+    so that its address is not reused.
     """
 
     __slots__ = ("constant", "number", "storage", "writes")
@@ -64,7 +64,7 @@ class View(NamedTuple):
     negated: bool
 
     def as_tensor(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return the tensor as a view of a real ``storage``."""
+        """Return the tensor that this view describes, on the given ``storage``."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.size, self.stride)
         if self.conjugated:
@@ -93,7 +93,7 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnState:
-    """The random state for draw number ``place``, counted over all generators that the constructor did not seed."""
+    """The random state for draw number ``place``. Only draws for which the constructor set no seed are numbered."""
 
     place: int
 
@@ -107,7 +107,7 @@ class SeededState:
 
 @dataclass(frozen=True)
 class StateAfter:
-    """The random state after operation ``place`` of a generator that the constructor seeded."""
+    """The random state of a generator after operation ``place``, for a generator that the constructor seeded."""
 
     place: int
 
@@ -116,14 +116,14 @@ Drawn = OwnState | SeededState | StateAfter
 
 
 class Operation:
-    """One logged operator call. Tensors among ``args`` are replaced by a :class:`View`.
+    """A logged operator call. A :class:`View` replaces each tensor in ``args`` and ``kwargs``.
 
     ``reads``     storages that the call reads
     ``writes``    storages that the call writes in place
-    ``outputs``   new tensors, by index in the results
-    ``touches``   all these storages
+    ``outputs``   (index in the results, view) for each new tensor
+    ``touches``   all storages that the call reads, writes or creates
     ``floating``  torch's default dtype at the call
-    ``drawn``     the random state from which the call draws
+    ``drawn``     the random state from which the call draws; None if the call draws no random numbers
     """
 
     __slots__ = (
@@ -149,9 +149,10 @@ class Operation:
 
 
 class OperationLog:
-    """The recorded operations, and the cell of each storage by the storage's address.
+    """The recorded operations, and a :class:`Cell` for each storage.
 
-    A storage that existed before the constructor has two addresses: its own, and that of its copy on the meta device.
+    Cells are found by the storage's address. A storage that existed before the constructor has two addresses: its own,
+    and that of its copy on the meta device.
     """
 
     def __init__(self) -> None:
@@ -164,7 +165,7 @@ class OperationLog:
         return self.cells.get(tensor.untyped_storage()._cdata)
 
     def view_of(self, tensor: Tensor) -> View:
-        """Return the description of ``tensor`` as a view of a storage in the log."""
+        """Return the description of ``tensor``, whose storage is in the log, as a view of this storage."""
         return View(
             self.cells[tensor.untyped_storage()._cdata],
             tensor.dtype,
@@ -176,10 +177,10 @@ class OperationLog:
         )
 
     def adopt(self, tensor: Tensor) -> Tensor:
-        """Register the storage of ``tensor``, and return ``tensor`` on the meta device.
+        """Add the storage of ``tensor`` to the log, and return ``tensor`` on the meta device.
 
-        For a tensor that existed before the constructor, a new meta tensor is returned, and the memory of ``tensor`` is
-        kept alive without a copy.
+        A tensor that existed before the constructor is real. For such a tensor a new meta tensor is returned, and the
+        memory is kept alive without a copy.
         """
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             raise Unrecordable(f"a tensor of type {tensor.dtype} and layout {tensor.layout}")
@@ -197,8 +198,8 @@ class OperationLog:
         return self.view_of(tensor).as_tensor(cell.storage)
 
     def check_constants(self) -> None:
-        """Raise :class:`Unrecordable` if memory that existed before the
-        constructor has changed since it was registered.
+        """Raise :class:`Unrecordable` if memory that existed before the constructor has changed since it was added to
+        the log.
         """
         for storage, digest in self._constants:
             if fingerprint(storage) != digest:

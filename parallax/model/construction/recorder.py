@@ -1,8 +1,8 @@
 """Run a constructor on meta tensors, and log its operations.
 
-The built model is a skeleton on the meta device. Every operator is intercepted below autograd: it runs on meta tensors,
-which gives shapes and shared storage, and is logged if it writes anything. Values that Python needs (``item()``,
-``nonzero()``) are computed at once from the log so far, so a constructor may branch on them.
+The model that is built has all tensors on the meta device. Every operator is intercepted below autograd. It runs on
+meta tensors, which gives shapes and shared storage, and is logged if it writes anything. Values that Python needs
+(``item()``, ``nonzero()``) are computed at once by replaying the log, so a constructor may branch on values.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _RECORDING: ContextVar[OperatorRecorder | None] = ContextVar("recording", defaul
 def fill(tensor: Tensor, function: Callable[[Tensor], None]) -> None:
     """Initialize a whole tensor by ``function(tensor)``.
 
-    In a recorded constructor, the call is deferred until the tensor's value is requested, so each stage reads only its
-    own part of the files that a constructor loads.
+    If a constructor is being recorded, the call is deferred until the tensor's value is requested. So each stage reads
+    only its own part of the files that a constructor loads.
     """
     recorder = _RECORDING.get()
     if recorder is not None:
@@ -54,7 +54,10 @@ def fill(tensor: Tensor, function: Callable[[Tensor], None]) -> None:
 
 
 class OperatorRecorder(OperatorMode):
-    """Logs the operators that run in its context. ``seed`` determines random values that the constructor reads."""
+    """Logs the operators that run in its context.
+
+    ``seed`` seeds the random numbers whose values the constructor reads.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -66,7 +69,7 @@ class OperatorRecorder(OperatorMode):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """A context in which the constructor runs. On exit, all random generators are restored."""
+        """A context in which the constructor runs. On exit, the states of all random generators are restored."""
         token = _RECORDING.set(self)
         try:
             with self._draws.begun(), self:
@@ -86,7 +89,7 @@ class OperatorRecorder(OperatorMode):
         self.log.operations.append(operation)
 
     def real(self, tensor: Tensor) -> Tensor:
-        """Compute the current value of a recorded ``tensor``, and return it as a real tensor."""
+        """Return a real tensor with the current value of a recorded ``tensor``."""
         with without_function_modes(), without_operator_modes():
             cell = self.log.cell_of(tensor)
             if cell is None:
@@ -104,8 +107,8 @@ class OperatorRecorder(OperatorMode):
     ) -> Any:
         """Run an operator on meta tensors, log it if it writes anything, and return its results.
 
-        An operator on a tensor subclass that has ``__torch_dispatch__`` first decomposes into plain operators, which
-        then call this method.
+        If an operand's class has a ``__torch_dispatch__`` of its own, the operator is first decomposed into plain
+        operators, for which torch calls this method again.
         """
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented
@@ -134,10 +137,10 @@ class OperatorRecorder(OperatorMode):
         return self._log(function, kind, args, kwargs)
 
     def _bare(self, part: Any) -> Any:
-        """Return a tensor argument on the meta device, or another value unchanged.
+        """Return a tensor argument on the meta device, or any other value unchanged.
 
-        A tensor of a single number that existed before the constructor keeps its value, because it decides result
-        dtypes.
+        A zero-dimensional tensor that existed before the constructor is also returned unchanged, because torch uses it
+        to determine the dtypes of results.
         """
         if not isinstance(part, Tensor) or part.is_meta:
             return part
@@ -150,7 +153,7 @@ class OperatorRecorder(OperatorMode):
     ) -> Any:
         """Run an operator on a tensor that the constructor itself created on the meta device.
 
-        The results have no values either.
+        The results have no values, with or without recording.
         """
         given = {**dict(zip(kind.names, args)), **kwargs}
         written = [t for name in kind.written for t in _all(Tensor, given.get(name))]
@@ -186,7 +189,10 @@ class OperatorRecorder(OperatorMode):
         kwargs: dict[str, Any],
         written: list[Tensor],
     ) -> Operation:
-        """Return the log entry of an operator call, created before the call, which may resize the arguments."""
+        """Return the log entry of an operator call.
+
+        It is created before the call, because the call may resize its arguments.
+        """
 
         def view(part: Any) -> Any:
             if isinstance(part, Tensor) and self.log.cell_of(part) is not None:
@@ -209,10 +215,10 @@ class OperatorRecorder(OperatorMode):
         return operation
 
     def _shapes(self, function: Any, kind: Operator, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return the results as meta tensors.
+        """Run an operator, and return its results as meta tensors.
 
-        If sizes depend on values, or torch has no meta kernel, the operator runs on real tensors. It then raises the
-        errors that it would raise without recording.
+        If the sizes of results depend on values, or torch has no meta kernel, the operator runs on real tensors. An
+        invalid call then raises the same error as without recording.
         """
         results = NotImplemented
         if not kind.data_dependent:
@@ -231,9 +237,10 @@ class OperatorRecorder(OperatorMode):
         return change(results, lambda p: self._bare(p) if isinstance(p, Tensor) else p)
 
     def _run_on_values(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operator that has no meta kernel on real tensors, and return its results.
+        """Run an operator on real tensors, and return its results: plain values, and meta tensors in place of real
+        ones.
 
-        In-place writes are discarded.
+        In-place writes into the real tensors are discarded.
         """
         originals: dict[int, Tensor] = {}
 
@@ -264,7 +271,7 @@ class OperatorRecorder(OperatorMode):
         return change(results, bare)
 
     def _append(self, operation: Operation, kind: Operator, results: Any, generator: Any) -> None:
-        """Log the operation if it writes anything. Results whose memory is not in the log are registered as new."""
+        """Add the operation to the log if it writes anything, and add result tensors with new memory."""
         made = [(i, t) for i, t in enumerate(flat(results)) if isinstance(t, Tensor)]
         outputs = []
         for i, tensor in made:
@@ -285,10 +292,10 @@ class OperatorRecorder(OperatorMode):
 
 
 def _fills(kind: Operator, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether the operator fills its first argument with random values and takes only numbers besides.
+    """Return whether the operator fills its first argument with random values, and all its other arguments are numbers.
 
-    It then returns this argument. The caller checks the numbers on an empty tensor and does not run the operator on the
-    meta device, where torch implements it in Python and imports its compiler.
+    Such an operator returns its first argument, so it need not run on the meta device. There torch implements it in
+    Python, and imports its compiler. The caller runs the operator on an empty tensor instead, which checks the numbers.
     """
     return (
         kind.draws
@@ -317,7 +324,7 @@ _EMPTY = {
     "new_empty",
     "new_empty_strided",
 }
-"""Operators that only allocate."""
+"""Operators that only allocate memory."""
 
 _OVERWRITES = {
     "bernoulli_",
@@ -332,25 +339,26 @@ _OVERWRITES = {
     "uniform_",
     "zero_",
 }
-"""In-place operators that ignore the previous content."""
+"""In-place operators that ignore the previous content of the tensor."""
 
 _ALSO_WRITTEN = {"native_batch_norm": ("running_mean", "running_var")}
-"""Arguments that are written although the schema does not declare it."""
+"""Arguments that an operator writes although its schema does not declare this."""
 
 
 @dataclass(frozen=True)
 class Operator:
-    """Properties of an operator.
+    """The properties of an operator.
 
+    ``names``             names of its arguments
     ``written``           names of the arguments that it writes
     ``overwrites``        it does not read the arguments that it writes
-    ``changes_metadata``  it only changes a tensor's view of memory
-    ``draws``             it is random
-    ``returns_values``    it returns plain values
-    ``only_allocates``    it leaves memory uninitialized
+    ``changes_metadata``  it changes only how a tensor views its memory
+    ``draws``             it draws random numbers
+    ``returns_values``    it returns plain values instead of tensors
+    ``only_allocates``    it returns uninitialized memory
     ``data_dependent``    its output sizes depend on values
     ``takes_device``      it has a device argument
-    ``copies_to_device``  it copies its input to that device
+    ``copies_to_device``  it copies its input to the device in that argument
     """
 
     names: tuple[str, ...]

@@ -1,12 +1,13 @@
-"""Replay the logged operations on the CPU, as far as the requested tensors need them.
+"""Replay the logged operations on the CPU, as far as the requested tensors depend on them.
 
-The needed operations are found backwards: the last operation that wrote a tensor's memory, its operands, and so on; an
-operation that overwrites a whole storage ends the search for its earlier content. The needed operations run in order,
-and each storage is freed after its last use, so peak memory is little more than the requested tensors.
+The needed operations are found backwards: the last operation that wrote a tensor's memory, then those that wrote its
+operands, and so on. The search for the earlier content of a storage ends at an operation that overwrites the whole
+storage. The needed operations run in order, and each storage is freed after its last use. So peak memory is little more
+than the requested tensors.
 
-Each random operation draws from a separate generator, seeded by (seed, index among the draws), so its numbers do not
-depend on which other operations are replayed. If the constructor seeded a generator itself, its draws are sequential,
-and earlier draws are replayed too; one in sixteen of the generator states is cached.
+Each random operation draws from a separate generator, seeded by (seed, number of the draw). So its numbers do not
+depend on which other operations are replayed. If the constructor seeded a generator itself, the draws depend on each
+other, so the earlier draws are replayed, too. One in sixteen of that generator's states is cached.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _KEPT_STATES = 16  # draws of a seeded generator per cached state
 
 
 class Replay:
-    """Computes real tensors from ``log``. ``seed`` seeds the random numbers for which the constructor set no seed."""
+    """Computes real tensors from ``log``. ``seed`` seeds the random numbers for which the constructor sets no seed."""
 
     def __init__(self, log: OperationLog, seed: int) -> None:
         self._log, self._seed = log, seed
@@ -47,8 +48,8 @@ class Replay:
     def values(self, views: Sequence[View]) -> list[Tensor]:
         """Return real tensors for ``views``, with the values after the last logged operation.
 
-        Overlapping views share memory. Other views of a part of a storage are copied, so that the rest can be freed.
-        Constants that existed before the constructor are copied.
+        Overlapping views share memory. If views that do not overlap are only a part of a storage, they are copied, so
+        that the rest of the storage can be freed. Constants that existed before the constructor are copied, too.
         """
         by_cell: dict[Cell, list[View]] = {}
         for view in dict.fromkeys(views):
@@ -68,7 +69,7 @@ class Replay:
             return [made[view] for view in views]
 
     def _needed(self, wanted: Iterable[Cell]) -> list[int]:
-        """Return the ascending indices of the operations on which the contents of the storages ``wanted`` depend."""
+        """Return ascending indices of the operations on which the contents of the storages ``wanted`` depend."""
         operations = self._log.operations
         found: set[int] = set()
         ahead: list[int] = []
@@ -111,9 +112,9 @@ class Replay:
 
 
 class _Memory:
-    """The real storages, each created on first use.
+    """The real storages of a replay, each created at its first use.
 
-    Constants of the storages in ``changed`` are copied, because replayed operations change them.
+    ``changed``: the storages that replayed operations change. Constants of these storages are copied.
     """
 
     def __init__(self, changed: Iterable[Cell]) -> None:
@@ -121,9 +122,9 @@ class _Memory:
         self._held: dict[Cell, torch.UntypedStorage] = {}
 
     def storage_of(self, cell: Cell) -> torch.UntypedStorage:
-        """Return the real storage for ``cell``, the log's entry of a storage.
+        """Return the real storage for ``cell``.
 
-        Uninitialized memory is filled with zeros, so that every rank builds equal values.
+        Uninitialized memory is filled with zeros, so that every rank computes equal values.
         """
         held = self._held.get(cell)
         if held is None:
@@ -138,9 +139,9 @@ class _Memory:
         return cell.constant.clone() if cell in self._changed else cell.constant
 
     def put(self, view: View, made: Tensor) -> None:
-        """Store ``made``, the first tensor written to the storage of ``view``.
+        """Store ``made``, the first tensor that is written to the storage of ``view``.
 
-        If the layouts are equal, its memory becomes the storage.
+        If its layout equals that of ``view``, its memory becomes the storage; otherwise it is copied.
         """
         storage = made.untyped_storage()
         known = any(storage is held for held in self._held.values())
@@ -157,15 +158,15 @@ class _Memory:
             view.as_tensor(self.storage_of(view.cell)).copy_(made)
 
     def free(self, cell: Cell) -> None:
-        """Drop the storage of ``cell``, which no later operation uses."""
+        """Drop the storage of ``cell``, because no later operation uses it."""
         self._held.pop(cell, None)
 
 
 class _States:
-    """Random states of generators that the constructor seeded.
+    """Holds the random states of generators that the constructor seeded.
 
-    ``kept`` is a cache that outlives this replay. Any other state is held from the operation that produced it until the
-    last of ``operations`` that needs it.
+    ``kept`` is a cache of states that outlives this replay. A state that is not in the cache is held from the operation
+    that produced it until the last of ``operations`` that needs it.
     """
 
     def __init__(self, kept: dict[int, Tensor], operations: Sequence[Operation]) -> None:
@@ -174,8 +175,9 @@ class _States:
 
     @contextlib.contextmanager
     def drawing(self, place: int, drawn: Drawn | None, seed: int) -> Iterator[None]:
-        """A context in which operation ``place`` draws from torch's default
-        generator, which has the logged random state.
+        """A context in which operation ``place`` runs.
+
+        In it, torch's default generator has the logged random state ``drawn``.
         """
         if drawn is None:
             yield
@@ -200,7 +202,7 @@ class _States:
 
 
 def _overlap(views: Sequence[View]) -> bool:
-    """Return whether any two of ``views``, all of one storage, overlap."""
+    """Return whether any two of ``views``, which are views of one storage, overlap."""
     ranges = sorted((v.offset * v.dtype.itemsize, v.span * v.dtype.itemsize) for v in views)
     return any(start + span > after for (start, span), (after, _) in itertools.pairwise(ranges))
 
@@ -222,7 +224,7 @@ def _call(operation: Operation, memory: _Memory) -> None:
 
 @contextlib.contextmanager
 def plain_execution() -> Iterator[None]:
-    """A context without gradients and dispatch modes. On exit, the caller's random state is restored."""
+    """A context without gradients, dispatch modes and function modes. On exit, torch's random state is restored."""
     state = torch.default_generator.get_state()
     with without_operator_modes(), without_function_modes(), torch.no_grad():
         try:
@@ -242,7 +244,7 @@ def change(value: Any, changed: Callable[[Any], Any]) -> Any:
 
 
 def flat(results: Any) -> list[Any]:
-    """Return an operator's results as a flat list."""
+    """Return the nested results of an operator as a flat list."""
     if isinstance(results, tuple | list):
         return [part for result in results for part in flat(result)]
     return [results]

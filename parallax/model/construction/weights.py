@@ -1,8 +1,8 @@
 """Read weights from safetensors files tensor by tensor, so that a stage reads only its own weights.
 
-A checkpoint is one file, or a folder with ``model.safetensors`` or with ``model.safetensors.index.json`` and the shards
-that it names, as ``save_pretrained`` of transformers writes them. Nothing is unpickled. Names, shapes and shards are
-validated from the files' headers, before any allocation.
+A checkpoint is one file, or a folder that contains ``model.safetensors`` or ``model.safetensors.index.json``. The index
+names further files, called shards, as ``save_pretrained`` of transformers writes them. Nothing is unpickled. Names,
+shapes and shards are checked in the files' headers, before any allocation.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 class FileLayout(Protocol):
-    """The interface that describes how files name and store a model's tensors."""
+    """The interface that describes how weight files name and store a model's tensors."""
 
     def recipes(self, held: Mapping[str, Tensor]) -> dict[str, Recipe]:
         """Return {name: recipe} for each tensor of the model. A recipe computes the tensor from tensors in the files.
 
-        ``held``: the tensors in the files, by name, without values.
+        ``held``: {name in the files: meta tensor}.
         """
         ...
 
@@ -42,20 +42,20 @@ class FileLayout(Protocol):
         ...
 
     def may_hold(self, name: str) -> bool:
-        """Return whether the tensor ``name`` in the files can be ignored."""
+        """Return whether the tensor ``name`` in the files may be ignored if the model has no use for it."""
         ...
 
     def saved(self, names: Iterable[str]) -> list[Recipe]:
-        """Return the recipes that compute tensors for files from the model's tensors ``names``."""
+        """Return recipes that compute the tensors to write to files from the model's tensors ``names``."""
         ...
 
     def kept_name(self, names: Sequence[str]) -> str:
-        """Return the name under which :meth:`saved` expects a tensor that has several ``names``."""
+        """Return the one of ``names``, all of the same tensor, that :meth:`saved` expects."""
         ...
 
 
 class OwnLayout:
-    """The layout of files that hold exactly the model's tensors under the model's names."""
+    """The layout of files that hold exactly the model's tensors, under the model's names."""
 
     def recipes(self, held: Mapping[str, Tensor]) -> dict[str, Recipe]:
         """See :class:`FileLayout`."""
@@ -95,9 +95,9 @@ class SafetensorFiles:
 
 
 class CheckpointWeights:
-    """The tensors of the checkpoint at ``path``, stored in ``layout``.
+    """The tensors of the checkpoint at ``path``, which is stored in ``layout``.
 
-    ``files``: a reader for files that are not safetensors.
+    ``files``: a reader for checkpoints that are not safetensors files; None: the checkpoint consists of such files.
     """
 
     def __init__(self, path: Path, layout: FileLayout, files: TensorFiles | None = None) -> None:
@@ -116,13 +116,14 @@ class CheckpointWeights:
     ) -> list[str]:
         """Raise :class:`CheckpointError` if the files do not fit the model.
 
-        Every tensor in ``wanted`` must exist in the files, under its name or one of its ``aliases``, with the right
+        Every tensor in ``wanted`` must exist in the files, under its name or one of its ``aliases``, with the same
         shape and kind of dtype. The files must hold no other tensors except ``ignored``. The error lists the tensors
         that do not fit.
 
-        Tensors in ``made`` may be missing if no similar tensor is in the files: a new head may be missing, but not one
-        layer of many. The files may then also hold unused tensors. Returns one line about missing tensors and one about
-        unused ones, if there are any.
+        Tensors in ``made`` may be missing, but not if the files hold the same tensor of another layer: a new head may
+        be missing, one layer of many may not. If ``made`` is not empty, the files may also hold unused tensors.
+
+        Returns a line about missing tensors and a line about unused ones; each is left out if there are none.
         """
         known = {*wanted, *ignored, *(other for names in aliases.values() for other in names)}
         missing = [name for name in wanted if self.find(name, aliases) is None]
@@ -157,8 +158,9 @@ class CheckpointWeights:
         aliases: Mapping[str, Iterable[str]],
         extra: Collection[str],
     ) -> None:
-        """Raise :class:`CheckpointError` if a file tensor has a dtype of the
-        wrong kind, or is quantized with a separate scale.
+        """Raise :class:`CheckpointError` if a dtype in the files cannot be converted, or a tensor is quantized.
+
+        ``extra``: the tensors that the model does not use. A tensor is quantized if its scale is among them.
         """
         for name, tensor in wanted.items():
             if (found := self.find(name, aliases)) is None:
@@ -176,8 +178,8 @@ class CheckpointWeights:
                     )
 
     def check_ties(self, aliases: Mapping[str, Iterable[str]]) -> None:
-        """Raise :class:`CheckpointError` if the files hold different values
-        under the several names of one model tensor.
+        """Raise :class:`CheckpointError` if the files hold different values for the several names of a tensor of the
+        model.
         """
         for name, others in aliases.items():
             first, *more = [each for each in (name, *others) if each in self._recipes] or [name]
@@ -189,7 +191,7 @@ class CheckpointWeights:
                     )
 
     def find(self, name: str, aliases: Mapping[str, Iterable[str]]) -> str | None:
-        """Return the name under which the files hold a tensor of the model: ``name`` or one of its ``aliases``.
+        """Return the name under which the files hold the model's tensor ``name``: this name or one of its ``aliases``.
 
         None if the files do not hold the tensor.
         """
@@ -198,20 +200,21 @@ class CheckpointWeights:
         )
 
     def fill(self, tensor: Tensor, name: str) -> None:
-        """Read the tensor ``name`` of the files into ``tensor``."""
+        """Read the tensor ``name`` from the files into ``tensor``, converted to the dtype of ``tensor``."""
         with torch.no_grad():
             tensor.copy_(as_dtype(f"weights {self._path}: {name}", self.read(name), tensor.dtype))
 
     def _new_tensors(self, missing: Iterable[str], made: Collection[str]) -> set[str]:
-        """Return the missing tensors that the model's constructor may create, such as a new head.
+        """Return the tensors in ``missing`` that the model's constructor may create, such as those of a new head.
 
-        A tensor of a numbered layer is not among them if the files hold the same tensor of another layer.
+        ``made`` are the candidates. A tensor of a numbered layer is excluded if the files hold the same tensor of
+        another layer.
         """
         there = {_NUMBER.sub("*", name) for name in self._recipes}
         return {name for name in missing if name in made and _NUMBER.sub("*", name) not in there}
 
     def _extra(self, known: Collection[str]) -> list[str]:
-        """Return the names of tensors in the files from which no tensor of the model is read."""
+        """Return the names of unused tensors in the files, from which no tensor in ``known`` is computed."""
         used = {name for name, recipe in self._recipes.items() if name in known}
         sources = {source for name in used for source in self._recipes[name].sources}
         return [
@@ -219,7 +222,7 @@ class CheckpointWeights:
         ]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return {name: shape} of all tensors, by the model's names."""
+        """Return {name in the model: shape} for all tensors that the files provide."""
         return {name: tuple(self._shape(name)) for name in self._recipes}
 
     def without_values(self, name: str) -> Tensor:
@@ -227,7 +230,7 @@ class CheckpointWeights:
         return self._recipes[name].make(self._held.__getitem__)[name]
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor, by the model's name, in the files' dtype (float32 for float8)."""
+        """Return the model's tensor ``name`` in the dtype of the files, or in float32 if that is float8."""
         return self._recipes[name].make(self._read)[name]
 
     def _read(self, name: str) -> Tensor:
@@ -239,7 +242,7 @@ class CheckpointWeights:
 
 
 def _contents(path: Path) -> tuple[dict[str, Path], dict[str, Tensor]]:
-    """Return {name: file} and {name: meta tensor} for the tensors at ``path``."""
+    """Return {name: file} and {name: meta tensor} for the tensors in the safetensors files at ``path``."""
     index = path / INDEX
     if path.is_dir() and index.is_file():
         shards = sorted({path / str(name) for name in _read_index(index).values()})
@@ -302,7 +305,7 @@ def _is_pickled(path: Path) -> bool:
 
 
 def _problem_lines(text: str, names: Sequence[str]) -> list[str]:
-    """Return ``text`` followed by ``names``, or nothing if ``names`` is empty."""
+    """Return a list of one line, ``text`` with ``names`` inserted; an empty list if ``names`` is empty."""
     return [text.format(_list(names))] if names else []
 
 
