@@ -1,8 +1,8 @@
 """Check the assumptions of a recorded forward with every batch.
 
 A forward may branch in Python on integers of the sample (does each row have its image tokens?) or on a property of
-floats (is any of them NaN?). The trace holds only the branch that was taken, with the query and its answer. If a batch
-gives another answer, the run stops with a message of one line.
+floats (is any of them NaN?). The trace holds only the branch that was taken. It also holds the query for values and its
+answer. If a batch gives another answer, the run stops with a message of one line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from parallax.model.recording.fakes import is_fake
 
 
 class DiffersFromSample(DescribeError):
-    """Raised for a batch for which the model's forward would take another branch than for the recorded sample."""
+    """Raised for a batch with which the model's forward would take another branch than with the recorded sample."""
 
 
 def expect_answer(
@@ -28,9 +28,10 @@ def expect_answer(
     answer: Any,
     where: str,
 ) -> None:
-    """Raise :class:`DiffersFromSample` unless ``function`` returns ``answer``.
+    """Raise :class:`DiffersFromSample` unless ``function(*args, **kwargs)`` returns ``answer``.
 
-    Tensors without values are not checked.
+    Nothing is checked if one of the arguments is a tensor without values. ``where``: the line of the user's code, for
+    the message.
     """
     if any(map(is_fake, tensors_in((args, kwargs)))):
         return
@@ -45,7 +46,10 @@ def expect_answer(
 
 
 def expect_sizes(tensor: Tensor, sizes: tuple[int, ...], where: str) -> None:
-    """Raise :class:`DiffersFromSample` unless ``tensor``, whose shape depends on values, has the recorded ``sizes``."""
+    """Raise :class:`DiffersFromSample` unless ``tensor`` has the shape ``sizes``, which was recorded with the sample.
+
+    The shape of ``tensor`` depends on values. ``where``: the line of the user's code, for the message.
+    """
     if tuple(tensor.shape) != tuple(sizes):
         raise DiffersFromSample(
             f"a tensor whose shape depends on values is {tuple(tensor.shape)} with this batch and was {tuple(sizes)} "

@@ -1,7 +1,7 @@
-"""Run a meta-device model on fake tensors, which temporarily replace its own.
+"""Run a model on fake tensors, which temporarily replace its tensors on the meta device.
 
 A fake tensor has shape, dtype and device but no values. torch computes shape, dtype and device of every result. Small
-constants keep their values. State that a forward leaves in the model (attributes, function caches) is restored.
+constants keep their values. Attributes and function caches that a forward changes are restored.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from parallax.model.block import in_dtype, tensors_in, transform
 
 ASKED_FOR_VALUES = DataDependentOutputException, DynamicOutputShapeException
-"""Raised if Python, or the shape of a result, needs a fake tensor's value."""
+"""The errors that torch raises if Python, or the shape of a result, needs a fake tensor's value."""
 
 without_modes = _disable_current_modes
-"""A context in which tensors are real."""
+"""A context without dispatch modes, in which new tensors are real."""
 
 _TORCHS_OWN = {"_parameters", "_buffers", "_modules", "training"}
 _CONTAINERS = list, dict, set, deque
@@ -46,9 +46,9 @@ _PLAIN = bool, int, float, complex, str, bytes, type(None)
 class FakeModel:
     """``model`` with fake tensors in place of its own tensors.
 
-    ``names`` maps the id of a fake tensor to its name in the model. ``shared`` are ids of tensors with several names.
-    ``bare`` maps the id of a fake tensor to the model's tensor that it replaces. ``value_of`` returns the value that
-    the model's constructor gave to one of the replaced tensors.
+    ``names`` maps the id of a fake tensor to its name in the model. ``shared`` are ids of fake tensors that have
+    several names. ``bare`` maps the id of a fake tensor to the meta tensor that it replaces. ``value_of(tensor)``
+    returns the value that the model's constructor gives to a meta tensor of the model.
     """
 
     model: nn.Module
@@ -59,7 +59,9 @@ class FakeModel:
     shared: set[int] = field(default_factory=set)
 
     def value(self, tensor: Tensor) -> Tensor:
-        """Return the initial value of the buffer or attribute that the fake ``tensor`` replaces."""
+        """Return the value that the model's constructor gives to the buffer or attribute that the fake ``tensor``
+        replaces.
+        """
         return self.value_of(self.bare[id(tensor)]).to(tensor.dtype)
 
     def fake(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -72,9 +74,10 @@ class FakeModel:
 def with_fake_tensors(
     model: nn.Module, dtype: torch.dtype, value_of: Callable[[Tensor], Tensor]
 ) -> Iterator[FakeModel]:
-    """A context in which ``model``, on the meta device, holds fake tensors; floating-point ones have ``dtype``.
+    """A context in which fake tensors replace the tensors of ``model``, which are on the meta device.
 
-    ``value_of`` returns the initial value of one of the model's tensors.
+    Floating-point parameters and buffers have ``dtype``. ``value_of(tensor)`` returns the value that the model's
+    constructor gives to a tensor of the model.
     """
     # Only the sizes of nested tensors are symbols.
     sizes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
@@ -113,20 +116,20 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def is_transforming() -> bool:
-    """Return whether a torch.func transform is active. Tensors inside it cannot be traced."""
+    """Return whether a torch.func transform (such as vmap or grad) is active. Tensors inside it cannot be traced."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_attention_of_nested(function: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether the call is attention on nested tensors, which reads their row lengths."""
+    """Return whether the call is attention on nested tensors. Such a call reads the row lengths of the tensors."""
     attends = getattr(function, "__name__", "") == F.scaled_dot_product_attention.__name__
     return attends and any(tensor.is_nested for tensor in tensors_in((args, kwargs)))
 
 
 def fake_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Tensor:
-    """Return a fake attention result of the query's size.
+    """Return a fake result of attention on nested tensors.
 
-    If value and query have the same rows, it has the number of features of the value.
+    It has the shape of ``value`` if ``value`` has the row lengths of ``query``, otherwise the shape of ``query``.
     """
     del key, rest, named
     found = value if bool(value.shape[-2] == query.shape[-2]) else query
@@ -140,9 +143,10 @@ def run_on_real_values(
     kwargs: Any,
     value_of: Callable[[Tensor], Tensor | None],
 ) -> Any:
-    """Return the results of a ``module`` that branches on values, as fake tensors.
+    """Run a ``module`` that needs values on real tensors, and return its results as fake tensors.
 
-    The module runs on the values that ``value_of`` knows, and on small random numbers for all other tensors.
+    ``value_of(tensor)`` returns the value of a fake tensor, or None if it is unknown. Unknown floating-point tensors
+    are filled with small random numbers, and unknown integers with zeros. Buffers have their initial values.
     """
     memo: dict[int, Any] = {}
     real = _with_values(fakes, value_of, memo)
@@ -181,7 +185,10 @@ def run_on_real_values(
 def _with_values(
     fakes: FakeModel, value_of: Callable[[Tensor], Tensor | None], memo: dict[int, Any]
 ) -> Callable[[Any], Any]:
-    """Return a function that maps a fake tensor to a real one, always the same one, cached in ``memo``."""
+    """Return a function that maps a fake tensor to a real one.
+
+    For one fake tensor it always returns the same real tensor, which is stored in ``memo``.
+    """
 
     def real(part: Any) -> Any:
         if not isinstance(part, Tensor):
@@ -218,14 +225,14 @@ def renested(like: Any, values: Tensor, offsets: Tensor) -> Tensor:
 
 
 class KeepsState(Exception):
-    """Raised if a module reads a tensor of an earlier forward: attribute ``name`` of its submodule ``path``."""
+    """Raised if a module reads a tensor from an earlier forward: the attribute ``name`` of the submodule ``path``."""
 
     def __init__(self, path: str, name: str) -> None:
         super().__init__(f"{path}{'.' if path else ''}{name}")
 
 
 def _is_repeatable(module: nn.Module, args: Any, kwargs: Any, first: Any) -> bool:
-    """Return whether a second forward gives the same results as the ``first`` one."""
+    """Return whether a second forward of ``module`` gives the results ``first`` again."""
     with torch.random.fork_rng(devices=[]):
         second = module(*args, **kwargs)
     pairs = zip(tensors_in(first), tensors_in(second), strict=True)
@@ -233,7 +240,7 @@ def _is_repeatable(module: nn.Module, args: Any, kwargs: Any, first: Any) -> boo
 
 
 class AttributeChange:
-    """Records the attributes of modules, to find and undo changes by a forward."""
+    """Records the attributes of all modules, to find and undo the changes that a forward makes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._before = {
@@ -243,7 +250,9 @@ class AttributeChange:
         self._buffers = {path: dict(module._buffers) for path, module in model.named_modules()}
 
     def changed(self) -> dict[tuple[str, str], Any]:
-        """Return {(path, name): current value} of the attributes that have changed."""
+        """Return {(module path, attribute name): (value, copy of its content if it is a container)} for changed
+        attributes.
+        """
         return {
             (path, name): value
             for path, (module, before, _) in self._before.items()
@@ -252,7 +261,10 @@ class AttributeChange:
         }
 
     def replaced(self) -> dict[str, str]:
-        """Return {module path: buffer name} for the modules with a buffer that was replaced."""
+        """Return {module path: buffer name} for modules in which a buffer was replaced.
+
+        If several buffers of a module were replaced, one of them is named.
+        """
         return {
             path: name
             for path, (module, _, _) in self._before.items()
@@ -261,7 +273,7 @@ class AttributeChange:
         }
 
     def undo(self) -> None:
-        """Restore the attributes and buffers of every module."""
+        """Restore the recorded attributes, buffers and modes of all modules."""
         for module, before, training in self._before.values():
             for name in [name for name in _attributes(module) if name not in before]:
                 del vars(module)[name]
@@ -291,7 +303,7 @@ def _same(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
 
 
 def _content(container: Any) -> Any:
-    """Return a container's content for comparison: plain values unchanged, and others by id."""
+    """Return a container's content in a form for comparison: plain values as they are, and other objects by id."""
 
     def key(value: Any) -> Any:
         return value if isinstance(value, _PLAIN) else id(value)
@@ -316,7 +328,10 @@ def _refill(container: Any, content: Any) -> None:
 
 
 def is_plain_state(value: Any) -> bool:
-    """Return whether an attribute holds numbers and no tensors, so that it is a counter rather than a cache."""
+    """Return whether an attribute holds plain values and no tensors.
+
+    Such an attribute is a counter rather than a cache of tensors.
+    """
     found: list[Any] = []
     transform(value, lambda part: found.append(part))
     return bool(found) and all(isinstance(part, _PLAIN) for part in found)
@@ -324,9 +339,9 @@ def is_plain_state(value: Any) -> bool:
 
 @contextlib.contextmanager
 def restored_process_state() -> Iterator[None]:
-    """A context that restores random states on exit, and clears function caches that were filled inside.
+    """A context that on exit restores random states, and clears function caches to which entries were added inside.
 
-    These caches may hold fake tensors.
+    Such entries may hold fake tensors.
     """
     caches = [(cache, cache.cache_info().misses) for cache in _function_caches()]
     known = {id(cache) for cache, _ in caches}

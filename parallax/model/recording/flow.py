@@ -17,7 +17,7 @@ SHAPE_ONLY = (
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
     *("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"),
 )
-"""Operators that use the shape and type of a tensor, but not its values."""
+"""Operators that use only the shape and dtype of a tensor, not its values."""
 
 CONSTANTS = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type, range, Enum),
@@ -29,7 +29,8 @@ CONSTANTS = (
 class RepeatedModules:
     """Runs only the first of several equal modules, and returns copies of its results for the others.
 
-    Equal modules return tensors of equal shapes for equal inputs. If a result is an input or a view, all modules run.
+    This saves time, because equal modules return tensors of equal shapes for equal inputs. If a result shares memory
+    with an input, or an input is changed, each of the modules runs.
     """
 
     def __init__(self, flow: DataFlow) -> None:
@@ -37,9 +38,9 @@ class RepeatedModules:
         self._given: dict[Any, Any] = {}
 
     def run(self, module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls ``module``, or returns copies of earlier results.
+        """Return a function to call in place of ``call``, the call of ``module``.
 
-        Results are copied if an equal module was called with equal arguments before.
+        If an equal module was called with equal arguments before, the function returns copies of the earlier results.
         """
 
         def once(*args: Any, **kwargs: Any) -> Any:
@@ -82,9 +83,9 @@ class RepeatedModules:
 
 
 class DataFlow(OperatorMode):
-    """Tracks for every storage whether its content depends on the values of inputs.
+    """Tracks for every storage whether its content depends on the model's inputs.
 
-    ``stale``: tensors that an earlier run left behind. ``read_stale``: whether one of them was used.
+    ``stale``: tensors that an earlier run left in the model. ``read_stale``: whether one of these was used.
     """
 
     def __init__(self, stale: Iterable[Tensor] = ()) -> None:
@@ -100,13 +101,13 @@ class DataFlow(OperatorMode):
         self._depends.add(storage_of(tensor))
 
     def is_dependent(self, storage: int) -> bool:
-        """Return whether the content of ``storage`` depends on inputs."""
+        """Return whether the content of the storage with id ``storage`` depends on inputs."""
         return storage in self._depends
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator, and mark its results as dependent on inputs if an operand is."""
+        """Run an operator, and mark its results as dependent on inputs if one of its operands is."""
         del types
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
@@ -128,7 +129,7 @@ class DataFlow(OperatorMode):
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in arguments, except tensors in slices, which are irrelevant here."""
+    """Yield the tensors in a call's arguments. Tensors in slices are left out, because they do not matter here."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
@@ -142,7 +143,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def holds_tensors(function: types.FunctionType) -> bool:
-    """Return whether a function's closure holds tensors."""
+    """Return whether the closure of a function holds tensors."""
     held = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
     return any(True for _ in tensors_in(held))
 
@@ -160,7 +161,7 @@ def state(tensor: Tensor) -> tuple[int, int]:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return an id that is equal for tensors with shared memory."""
+    """Return the id of a tensor's storage, which is equal for tensors that share memory."""
     if tensor.layout is torch.jagged:
         tensor = tensor._values  # type: ignore[assignment]
     if tensor.layout is not torch.strided:

@@ -1,4 +1,4 @@
-"""Describe a model's inputs by shapes and dtypes, for any number of rows and for other variable sizes."""
+"""Describe a model's inputs by shapes and dtypes, for any number of rows and for changes of other sizes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from parallax.errors import DescribeError
 from parallax.model.block import check_padded, in_dtype, leaves, padding_help, transform
 
 Sample = Callable[[int], Any]
-"""Returns inputs of that many rows: a tensor, a tuple of nests of tensors, or nests by name."""
+"""A function that returns inputs of the given number of rows: a tensor, a tuple of tensors or nests, or {name: tensor
+or nest}.
+"""
 
 
 @dataclass(frozen=True)
 class SampleShapes:
-    """The structure of a sample, and the dtype, shape and row dimension of each of its tensors.
+    """The structure of a model's inputs, and the dtype, shape and row dimension of each input tensor.
 
     The row dimension is None for a tensor without rows.
     """
@@ -29,7 +31,7 @@ class SampleShapes:
     shapes: tuple[tuple[torch.dtype, tuple[int, ...], int | None], ...]
 
     def cast(self, dtype: torch.dtype) -> SampleShapes:
-        """Return the same shapes with ``dtype`` for floating-point tensors."""
+        """Return the same shapes, with ``dtype`` for floating-point tensors."""
         return SampleShapes(
             self.nest,
             tuple((in_dtype(kind, dtype), shape, d) for kind, shape, d in self.shapes),
@@ -37,7 +39,7 @@ class SampleShapes:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The variable sizes except the number of rows, largest first."""
+        """The sizes that other inputs may change, largest first: all sizes of 4 or more, except the number of rows."""
         found = {
             size
             for _, shape, rows in self.shapes
@@ -47,9 +49,9 @@ class SampleShapes:
         return tuple(sorted(found, reverse=True))
 
     def limits(self, fixed: Collection[int]) -> tuple[tuple[int | None, ...], ...]:
-        """Return the required sizes of each tensor, dimension by dimension.
+        """Return, for each tensor, the required size of each dimension.
 
-        None stands for the number of rows and for sizes that are not ``fixed``.
+        None means any size. That is the number of rows, and each size of 4 or more that is not in ``fixed``.
         """
         return tuple(
             tuple(
@@ -60,9 +62,9 @@ class SampleShapes:
         )
 
     def make(self, fake: Any, rows: int, change: Mapping[int, int] | None = None) -> Any:
-        """Return the sample's structure with ``rows`` rows and tensors made by ``fake(shape, dtype)``.
+        """Return inputs of ``rows`` rows in the sample's structure. ``fake(shape, dtype)`` creates their tensors.
 
-        ``change`` maps sizes to other sizes.
+        ``change`` maps sizes of the sample to the sizes to use in their place.
         """
         change = change or {}
         order = iter(self.shapes)
@@ -85,16 +87,17 @@ class SampleShapes:
 
 
 class SampleValues:
-    """The values of a sample's tensors for any number of rows. A smaller sample is repeated."""
+    """The values of a sample's tensors for any number of rows. If the sample has too few rows, they are repeated."""
 
     def __init__(self, sample: Sample, shapes: SampleShapes, rows: int) -> None:
         self._sample, self._shapes, self._rows = sample, shapes, rows
 
     def named(self, rows: int, change: Mapping[int, int] | None = None) -> Mapping[str, Tensor]:
-        """Return inputs of ``rows`` rows by name, with the sizes in ``change`` replaced by smaller ones.
+        """Return {name: tensor} for inputs of ``rows`` rows. ``change`` maps sizes to the smaller sizes to use in their
+        place.
 
-        For another number of rows, the inputs begin at another row of the sample, so that a coincidence in some rows is
-        not mistaken for a property of all.
+        The first row depends on ``rows``, so that two calls use different rows of the sample. Otherwise a coincidence
+        in some rows could be mistaken for a property of all.
         """
         order = iter(self._given)
 
@@ -121,14 +124,15 @@ class SampleValues:
 
 
 def input_name(path: tuple[Any, ...]) -> str:
-    """Return the name of an input, given its path in positional and named arguments."""
+    """Return the name of the input at ``path`` in (positional arguments, named arguments)."""
     return ".".join(map(str, path[1:]))
 
 
 def sample_shapes(sample: Sample) -> SampleShapes:
     """Return the shapes of ``sample``.
 
-    The row dimension is found by comparing one row with two. It is dimension 0 if the sample always has one row.
+    The row dimension of each tensor is found by comparing a sample of one row with one of two. If both have equal
+    shapes, it is dimension 0.
     """
     few, many = sample(1), sample(2)
     check_padded("a sample's inputs", many)
@@ -161,7 +165,9 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def call_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and named arguments with which the model is called for a sample's value."""
+    """Return the positional and named arguments with which the model is called for ``value``, inputs returned by a
+    sample.
+    """
     if isinstance(value, Mapping):
         return (), dict(value)
     if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
@@ -170,7 +176,7 @@ def call_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def input_names(model: nn.Module, value: Any) -> tuple[str, ...]:
-    """Return the names of the forward's arguments for a sample's value; empty for nested inputs."""
+    """Return the names of the forward's arguments for ``value``, a sample's inputs; empty for nested inputs."""
     args, kwargs = call_arguments(value)
     if not all(isinstance(part, Tensor) for part in [*args, *kwargs.values()]):
         return ()

@@ -1,9 +1,10 @@
-"""Merge several traces of a forward into one program, their common part.
+"""Merge several traces of a forward into one program.
 
 A forward is traced for several numbers of rows, several values of other variable sizes, and for training and
-evaluation. The common part of all traces is the program. A size that differs becomes a :class:`Number`, computed from
-the sizes of available tensors. A value that differs only in evaluation (``training=self.training``) becomes a
-:class:`Switch`. If traces differ otherwise, the module whose forward causes the difference is not traceable.
+evaluation. The program has the calls that all traces have in common. A size that differs between the traces becomes a
+:class:`Number`, which is computed from the sizes of available tensors. A value that differs only in evaluation
+(``training=self.training``) becomes a :class:`Switch`. If the traces differ in another way, the module whose forward
+causes the difference is not traceable.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ _SORTS = "sort", "argsort"
 
 @dataclass(frozen=True)
 class Number(Slot):
-    """A size that differs between runs. ``values`` holds the size in each run."""
+    """A placeholder for a size that differs between runs. ``values``: the size in each run."""
 
     values: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Switch(Slot):
-    """A value that differs between training and evaluation."""
+    """A placeholder for a value that differs between training and evaluation."""
 
     training: Any
     evaluation: Any
@@ -59,10 +60,10 @@ class Switch(Slot):
 
 @dataclass(eq=False)
 class ForwardStep:
-    """A call in the program.
+    """One call in the program.
 
     ``module``: the module that is called; None if it is a function. ``heavy``: the step calls a module with parameters
-    or buffers, or is a product with a parameter. Each block has such a step.
+    or buffers, or is a product with a parameter. Each block has at least one heavy step.
     """
 
     position: int
@@ -77,7 +78,7 @@ class ForwardStep:
 
     @property
     def uses(self) -> list[int]:
-        """The numbers of the step's operand tensors."""
+        """The numbers of the tensors that the step uses."""
         return [p.index for p in parts((self.args, self.kwargs)) if isinstance(p, TensorSlot)]
 
     @property
@@ -91,10 +92,11 @@ class ForwardStep:
 class ForwardTensor:
     """A tensor of the program.
 
-    ``shapes``  its shape in every run
+    ``shapes``  the tensor's shape in every run
     ``rows``    the dimension that the micro-batch's rows are in; -1: the tensor has no rows; None: its values depend on
                 the rows in another way
-    ``maker``   position of the step that computes it; -1 for inputs, and for tensors that the block holds
+    ``maker``   the position of the step that computes it; -1 for inputs, and for tensors that blocks hold
+    ``path``    where the tensor is in the result of this step
     """
 
     index: int
@@ -106,16 +108,20 @@ class ForwardTensor:
 
     @property
     def held(self) -> bool:
-        """Whether the tensor is a parameter, a buffer or a constant. Every block that uses such a tensor holds it."""
+        """Whether the tensor is a parameter, a buffer or a constant.
+
+        Such a tensor is held by every block that uses it.
+        """
         return self.traced.origin in (Origin.MODEL, Origin.OUTSIDE)
 
 
 @dataclass
 class ForwardProgram:
-    """The common program of all runs: steps in order, all tensors, and the return value with slots for tensors.
+    """The program of all runs: steps in order, all tensors, and the return value with a slot for each tensor.
 
-    ``evaluates`` and ``trains``: evaluation and training run the program. ``packs``: see :class:`ForwardTrace`.
-    ``other_mode``: modules that are in evaluation mode during training, and vice versa.
+    ``evaluates``: the program is that of evaluation. ``trains``: it is that of training. Usually both are True.
+    ``packs``: see :class:`ForwardTrace`. ``other_mode``: {mode: paths of modules that are not in this mode after
+    ``train(mode)``}.
     """
 
     steps: list[ForwardStep]
@@ -138,8 +144,9 @@ def merge_traces(
 ) -> ForwardProgram:
     """Return the program that all ``runs`` have in common. Run i had ``rows[i]`` rows.
 
-    The first run and ``evaluation`` have equal inputs. Raises :class:`NotTraceable` if the runs differ in more than
-    sizes. ``layer``: the module at whose output the runs end; empty: the model.
+    ``evaluation``: a run in evaluation mode, with the inputs of the first run; None: the program is for training only.
+    ``layer``: the module at whose output the runs end; empty: they end at the model's output. Raises
+    :class:`NotTraceable` if the runs differ in more than sizes.
     """
     base = runs[0]
     others = [_Correspondence(base, run) for run in runs]
@@ -174,7 +181,7 @@ def merge_traces(
 
 
 class _Correspondence:
-    """Maps tensors of the first run to those of another run."""
+    """Maps the tensors of the first run, ``base``, to those of another run."""
 
     def __init__(self, base: ForwardTrace, trace: ForwardTrace) -> None:
         self.base, self.trace = base, trace
@@ -187,7 +194,10 @@ class _Correspondence:
                 self.matches[i] = named[_identity(tensor)]
 
     def instruction(self, position: int) -> Instruction:
-        """Return the instruction of the other run that corresponds to the first run's instruction at ``position``."""
+        """Return the other run's instruction at ``position``.
+
+        Raises :class:`NotTraceable` if this instruction calls something else than the first run's.
+        """
         mine = self.base.instructions[position]
         if position >= len(self.trace.instructions):
             raise NotTraceable(mine.owner, f"it calls {mine.name} for some sizes or modes only")
@@ -200,7 +210,9 @@ class _Correspondence:
         return other
 
     def match_results(self, mine: Instruction, other: Instruction) -> None:
-        """Map the results of an instruction of the first run to the results of the other run's instruction."""
+        """Map the results of ``mine``, an instruction of the first run, to those of ``other``, the other run's
+        instruction.
+        """
         if [path for path, _ in mine.results] != [path for path, _ in other.results]:
             raise NotTraceable(
                 mine.owner, f"the structure of {mine.name}'s result depends on sizes or the mode"
@@ -252,7 +264,11 @@ def _merge(
     late: Any,
     evaluated: _Correspondence | None,
 ) -> Any:
-    """Return the arguments that all runs have in common, with slots for values that differ."""
+    """Return the arguments of a call, with slots for the values that differ between runs.
+
+    ``nests``: the arguments in each run, mapped to the first run's tensors by ``others``. ``late``: the arguments in
+    evaluation, mapped by ``evaluated``. ``owner``: the module that makes the call, for errors.
+    """
     columns = list(zip(*(parts(nest) for nest in nests), strict=True))
     lates: Iterator[Any] = iter(parts(late)) if evaluated is not None else iter(())
     merged = []
@@ -325,10 +341,12 @@ def _is_heavy(step: ForwardStep, trace: ForwardTrace) -> bool:
 
 
 def _mark_orders(steps: Sequence[ForwardStep], tensors: Sequence[ForwardTensor]) -> None:
-    """Mark permutations of the rows, such as the result of a sort along the rows.
+    """Mark permutations of the rows, such as the indices returned by a sort along the rows, as tensors that cannot be
+    split.
 
-    A permutation has one number per row, but a part of it is meaningless, because it refers to rows outside of the
-    part. So it cannot cross a block boundary: a block that reorders rows must also restore their order.
+    A permutation has one number per row. But the numbers of some rows are meaningless alone, because they refer to
+    other rows. So a permutation cannot cross a block boundary: a block that reorders rows must also restore their
+    order.
     """
     orders: set[int] = set()
     for step in steps:
@@ -345,7 +363,7 @@ def _mark_orders(steps: Sequence[ForwardStep], tensors: Sequence[ForwardTensor])
 
 
 def _along_rows(step: ForwardStep, tensors: Sequence[ForwardTensor]) -> bool:
-    """Return whether a step sorts along the row dimension."""
+    """Return whether ``step``, a sort, sorts along the row dimension."""
     source = tensors[step.uses[0]]
     given = step.kwargs.get("dim", next((a for a in step.args[1:] if type(a) is int), -1))
     dims = len(source.shapes[0])
@@ -369,9 +387,10 @@ def _tensor(
 def _rows(
     traced: TracedTensor, shapes: tuple[tuple[int, ...], ...], rows: Sequence[int]
 ) -> int | None:
-    """Return the row dimension of a tensor, or None.
+    """Return the row dimension of a tensor; -1 if it has no rows; None if it depends on the rows in another way.
 
-    It is the only dimension that equals the number of rows in every run, if no other size changes with it.
+    The row dimension is the only dimension whose size equals the number of rows in every run. No other size may change
+    with the number of rows.
     """
     if len({len(shape) for shape in shapes}) > 1:
         return None

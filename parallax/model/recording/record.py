@@ -2,8 +2,8 @@
 
 This module decides which modules are traced inside, how often the forward runs, and how failures are handled. The
 forward runs on fake tensors (:mod:`.fakes`): for three numbers of rows, twice more for each other input size, and once
-in evaluation. A module whose forward branches on values becomes one instruction, and so does one whose runs differ in
-more than sizes. If the model itself is not traceable, an error is raised.
+in evaluation mode. A module becomes one instruction if its forward branches on values, or if its runs differ in more
+than sizes. If the model itself is not traceable, an error is raised.
 """
 
 from __future__ import annotations
@@ -64,21 +64,31 @@ from parallax.plan.task import PlanTask
 logger = logging.getLogger("parallax")
 
 ROWS = (4, 6, 9), (4, 6, 10)
-"""Numbers of rows to run with. The second tuple is for models that need even numbers."""
+"""Numbers of rows with which the forward runs.
+
+If a model cannot run with the first tuple, the second one is used, which has even numbers only.
+"""
 
 PARTS = 16
-"""A module with more than 1/PARTS of the work is divided if it can be: four stages are then balanced within a
-quarter."""
+"""A module with more than 1/PARTS of the model's work is divided, if possible.
+
+Four stages then differ by at most a quarter.
+"""
 
 LARGE_PARTS = 4
-"""A module that branches on values stays whole, unless it has more than 1/LARGE_PARTS of the work."""
+"""A module that branches on values is not divided, unless it has more than 1/LARGE_PARTS of the model's work."""
 
 FUSED = nn.TransformerEncoderLayer, nn.MultiheadAttention
-"""Modules that torch computes with one fused kernel in evaluation. Its results differ in bits from those of the
-operators that such a module runs in training."""
+"""Modules that torch computes with one fused kernel in evaluation.
+
+The kernel's results are not bit-identical to those of the operators that such a module runs in training.
+"""
 
 SPLIT = "def blocks(self): return [self.embed, *self.layers, self.head]"
-"""How a model defines its blocks: modules (tensors) -> tensor or tuple of tensors."""
+"""An example of how a model defines its blocks.
+
+Each block is a module that takes tensors and returns a tensor or a tuple of tensors.
+"""
 
 
 def trace_and_partition(
@@ -92,11 +102,13 @@ def trace_and_partition(
 ) -> Partition:
     """Record the forward of ``model``, which is on the meta device, and return its partition into blocks.
 
-    ``value_of`` returns the initial value of a buffer, for branches on it. Raises :class:`DescribeError` with the line
-    of the model's code and the remedies if the forward is not traceable. ``layer``: the module at
-    whose output the last block ends; empty: the model. ``task``: for forwards alone, a
-    model that computes something else in evaluation is recorded in evaluation alone; for an inference, modules of the
-    kinds :data:`FUSED` are not divided.
+    ``value_of`` returns the initial value of a buffer, for branches on it. ``layer``: the module at whose output the
+    last block ends; empty: it ends at the model's output. ``task`` without training: a model that computes something
+    else in evaluation is recorded in evaluation only. For inference, modules of the kinds :data:`FUSED` are not
+    divided.
+
+    Raises :class:`DescribeError` if the forward is not traceable. The message has the line of the model's code and the
+    remedies.
     """
     if type(model).forward is nn.Module.forward:
         raise _refused(model, "it has no forward")
@@ -141,8 +153,10 @@ def _refusing(model: nn.Module, record: Callable[[], Partition]) -> Partition:
 
 
 def _with_rows(program: ForwardProgram, layer: str) -> Any:
-    """Return the output of ``layer`` with None in place of tensors that do not depend on the number of rows, such as a
-    table of positions. Raises :class:`ConfigError` unless the others have the rows in the first dimension."""
+    """Return the output of ``layer`` with None in place of tensors without rows, such as a table of positions.
+
+    Raises :class:`ConfigError` unless all other tensors have the rows in the first dimension.
+    """
 
     def tensor_of(part: Any) -> ForwardTensor | None:
         return program.tensors[part.index] if isinstance(part, TensorSlot) else None
@@ -170,7 +184,7 @@ def _partition(
     *,
     whole: bool,
 ) -> Partition:
-    """Partition the program into blocks and return them. Log the restrictions that the program has."""
+    """Return the program partitioned into blocks, and log the program's restrictions."""
     for kind in program.dropped:
         logger.info(
             "%s returns a %s, which the last stage cannot pass on: outputs have None in its place",
@@ -202,7 +216,11 @@ def _partition(
 
 
 class _ForwardRuns:
-    """Runs a model on fake tensors until all runs have a common program."""
+    """Runs a model on fake tensors until all runs have a common program.
+
+    ``vary``: also run with other input sizes than the sample's. Otherwise all sizes except the number of rows are
+    fixed.
+    """
 
     def __init__(
         self,
@@ -233,7 +251,7 @@ class _ForwardRuns:
         )
 
     def program(self) -> ForwardProgram:
-        """Return the program, tracing inside as many modules as possible."""
+        """Return the program. Modules are traced inside as far as possible."""
         while True:
             traced = traced_modules(self._model, self.shares, frozenset(self._whole))
             try:
@@ -251,7 +269,7 @@ class _ForwardRuns:
             self._whole.add(owner)
 
     def _merge(self, traced: frozenset[str]) -> ForwardProgram:
-        """Return the program that all runs have in common if the modules ``traced`` are traced inside."""
+        """Return the common program of all runs in which the modules ``traced`` are traced inside."""
         first = self._first(traced)
         evaluation = self._evaluation(traced)
         runs, rows = self._rows(traced, first)
@@ -280,13 +298,13 @@ class _ForwardRuns:
         return program
 
     def _merge_evaluation(self, traced: frozenset[str], why: Exception) -> ForwardProgram:
-        """Return the program of evaluation alone, for a model that computes something else in training."""
+        """Return the program of evaluation only, for a model that computes something else in training."""
         logger.info("%s is recorded for evaluation only (%s)", type(self._model).__name__, str(why))
         self._trains = False
         return self._merge(traced)
 
     def _evaluation(self, traced: frozenset[str]) -> ForwardTrace | None:
-        """Return the trace of an evaluation run beside those of training; None if evaluation is not traceable."""
+        """Return the trace of a run in evaluation mode; None if evaluation is not traceable or is not needed."""
         if not (self._trains and self._evaluates):
             return None
         try:
@@ -304,7 +322,7 @@ class _ForwardRuns:
     def _rows(
         self, traced: frozenset[str], first: ForwardTrace
     ) -> tuple[list[ForwardTrace], list[int]]:
-        """Return traces for several numbers of rows, and these numbers."""
+        """Return traces for several numbers of rows, and these numbers. ``first`` is the trace of the first run."""
         for rows in ROWS:
             try:
                 runs = [first, *(self._run(traced, count) for count in rows[1:])]
@@ -328,7 +346,10 @@ class _ForwardRuns:
         *,
         training: bool | None = None,
     ) -> ForwardTrace:
-        """Return the trace of one forward over ``rows`` rows. Afterwards the model's attributes are restored."""
+        """Return the trace of one forward over ``rows`` rows, and restore the model's attributes.
+
+        ``change`` maps input sizes to the sizes to use in their place.
+        """
         training = self._trains if training is None else training
         before = AttributeChange(self._model)
         try:
@@ -339,7 +360,7 @@ class _ForwardRuns:
             before.undo()
 
     def _note_modes(self, training: bool) -> None:
-        """Record the modules whose mode differs from the model's after ``train()``, such as a frozen norm."""
+        """Record the modules that are not in the mode ``training`` although the model is, such as a frozen norm."""
         self.other_mode[training] = frozenset(
             path for path, module in self._model.named_modules() if module.training != training
         )
@@ -347,7 +368,7 @@ class _ForwardRuns:
     def _first(self, traced: frozenset[str]) -> ForwardTrace:
         """Return the trace of the first run.
 
-        Raises an error if a second run would differ because the model keeps state in Python.
+        Raises an error if the model keeps state in Python with which a second run would differ.
         """
         before = AttributeChange(self._model)
         try:
@@ -371,9 +392,9 @@ class _ForwardRuns:
             before.undo()
 
     def _record_again(self, traced: frozenset[str], kept: Mapping[tuple[str, str], Tensor]) -> None:
-        """Raise an error for state that the model keeps between forwards.
+        """Run the forward again, and raise an error for state that the model keeps between forwards.
 
-        It is a number that changes again in a second run, or a tensor in ``kept`` that the second run uses.
+        Such state is a number that changes again in the second run, or a tensor in ``kept`` that the second run uses.
         """
         after = AttributeChange(self._model)
         recorder = self._recorder(traced, ROWS[0][0], kept=kept)
@@ -451,7 +472,7 @@ def _refused(model: nn.Module, why: str) -> DescribeError:
 
 
 class WorkShares:
-    """Each module's fraction of the model's floating-point operations, and of its parameters."""
+    """Each module's fraction of the model's floating-point operations, and its fraction of the model's parameters."""
 
     def __init__(self, model: nn.Module, flops: Mapping[str, int]) -> None:
         self._numel = {
@@ -463,14 +484,14 @@ class WorkShares:
         self._all_numel = max(1, self._numel[""])
 
     def share_of(self, path: str) -> float:
-        """Return the larger fraction of the module ``path``: that of operations or that of parameters."""
+        """Return the larger of the two fractions of the module ``path``."""
         numel = self._numel.get(path, 0) / self._all_numel
         return max(numel, self._flops.get(path, 0) / self._all_flops)
 
     def share_of_step(self, step: ForwardStep) -> float:
-        """Return the fraction of the module that a step calls.
+        """Return the larger of the two fractions of the module that ``step`` calls.
 
-        A step without a module counts 1/PARTS if it is a product with a parameter, otherwise 0.
+        If the step calls a function, the result is 1/PARTS for a product with a parameter, otherwise 0.
         """
         if step.module is None:
             return 1 / PARTS if step.heavy else 0.0
@@ -478,9 +499,9 @@ class WorkShares:
 
 
 def measure_shares(fakes: FakeModel, args: Any, kwargs: Any) -> WorkShares:
-    """Count the floating-point operations of every module for these inputs.
+    """Return each module's fractions of the model's work, counted in a forward on these arguments.
 
-    If the model does not run, the fractions are those of parameters alone.
+    If the model cannot run, only the fractions of parameters are known.
     """
     flops: dict[str, int] = {}
     try:
@@ -498,9 +519,10 @@ def measure_shares(fakes: FakeModel, args: Any, kwargs: Any) -> WorkShares:
 
 
 def traced_modules(model: nn.Module, shares: WorkShares, whole: frozenset[str]) -> frozenset[str]:
-    """Return the paths of the modules to trace inside. A call of any other module becomes one instruction.
+    """Return the paths of the modules to trace inside. A call of any other module is one instruction.
 
-    They are the model itself, and large modules with submodules that have parameters, except the paths in ``whole``.
+    Traced inside are the model itself, and large modules with submodules that have parameters, except the paths in
+    ``whole``.
     """
     found: set[str] = set()
 
@@ -518,8 +540,11 @@ def traced_modules(model: nn.Module, shares: WorkShares, whole: frozenset[str]) 
 
 @contextlib.contextmanager
 def _fused_modules(model: nn.Module) -> Iterator[set[str]]:
-    """Yield the paths of the modules of the kinds :data:`FUSED`, and of each nn.TransformerEncoder that a forward in
-    the context calls with padded rows: in evaluation its layers exchange nested tensors."""
+    """Yield a set of paths of modules that are not divided for inference.
+
+    These are the modules of the kinds :data:`FUSED`. A forward inside the context adds each nn.TransformerEncoder that
+    it calls with padded rows: in evaluation the layers of such an encoder exchange nested tensors.
+    """
     found = {path for path, module in model.named_modules() if isinstance(module, FUSED)}
 
     def note(path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
@@ -545,9 +570,9 @@ def _divides(module: nn.Module, share: float) -> bool:
 
 
 def disable_kv_cache(model: nn.Module) -> None:
-    """Make a transformers model return no key-value cache, which training does not need.
+    """Make a transformers model return no key-value cache, because training does not need one.
 
-    Its modules get copies of their configurations, because these may be the user's own objects.
+    The model's modules get copies of their configuration objects, because the originals may be the user's.
     """
     copies: dict[int, Any] = {}
     for module in model.modules():

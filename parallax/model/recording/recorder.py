@@ -1,9 +1,9 @@
-"""Record the calls that a forward makes between modules, while it runs on fake tensors.
+"""Record the calls that a forward makes between modules, while the forward runs on fake tensors.
 
-A module that is not traced inside is one instruction. Inside the traced modules every call of torch that returns or
-changes tensors is recorded. Python itself is not recorded: it runs as usual, so containers, ``None``, loops,
-dataclasses and branches on sizes work. If Python needs a fake tensor's value, the module whose forward needs it is not
-traceable.
+A call of a module that is not traced inside is one instruction. Inside the traced modules, every call of torch that
+returns or changes tensors is recorded. Python itself is not recorded: it runs as usual, so containers, ``None``, loops,
+dataclasses and branches on sizes work. If Python needs a fake tensor's value, the module whose forward needs the value
+is not traceable.
 """
 
 from __future__ import annotations
@@ -74,10 +74,11 @@ from parallax.model.recording.value_oracle import (
 class ForwardRecorder(TorchFunctionMode):
     """Records one run of ``fakes.model``.
 
-    ``traced``: paths of the modules to trace inside; all others are one instruction each. ``divided``: modules too
-    large to be one instruction, in which branches on the sample's values are recorded as assumptions. ``kept``: tensors
-    that an earlier run left in attributes, by path and name. ``given(name)``: the sample's value of an input.
-    ``layer``: the module at whose output the trace ends; empty: the model.
+    ``traced``: paths of the modules to trace inside; a call of any other module is one instruction. ``divided``: paths
+    of modules that are too large to be one instruction. In these, a branch on the sample's values is recorded as an
+    assumption. ``given(name)`` returns the sample's value of an input. ``kept``: {(module path, attribute): tensor}
+    that an earlier run left in the model. ``layer``: the module at whose output the trace ends; empty: it ends at the
+    model's output.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class ForwardRecorder(TorchFunctionMode):
     def run(self, args: Any, kwargs: Any) -> ForwardTrace:
         """Return the trace of one call of the model.
 
-        Raises :class:`NotTraceable`, and any error that the model raises.
+        Raises :class:`NotTraceable`. Errors that the model raises are passed on.
         """
         for path, tensor in leaves((args, kwargs)):
             if isinstance(tensor, Tensor):
@@ -141,7 +142,7 @@ class ForwardRecorder(TorchFunctionMode):
 
     @staticmethod
     def describe_error(error: BaseException) -> str:
-        """Return a text of one line with the error and the line of the user's code that raised it."""
+        """Return one line of text: the error, and the line of the user's code that raised it."""
         line = (str(error).strip().splitlines() or [""])[0]
         where = user_line(traceback.extract_tb(error.__traceback__))
         return f"{type(error).__name__}: {line:.160}{where}"
@@ -190,7 +191,7 @@ class ForwardRecorder(TorchFunctionMode):
     def _note_inside(
         self, original: Callable[..., Any], module: nn.Module, path: str, args: Any, kwargs: Any
     ) -> None:
-        """Note the layer's output if an untraced module contains the layer. The module runs once more for it."""
+        """If the untraced ``module`` contains the layer, run ``module`` once more to record the layer's output."""
         layer = self._fakes.model.get_submodule(self._layer)
         inner = next((name for name, part in module.named_modules() if part is layer), None)
         if inner is not None:
@@ -199,9 +200,10 @@ class ForwardRecorder(TorchFunctionMode):
             self._note_output(self._call(run, ModulePath(path, inner), args, kwargs))
 
     def _check_left(self, path: str) -> None:
-        """Raise :class:`ChangedByCaller` if code outside an untraced submodule has changed the submodule's attributes.
+        """Raise :class:`ChangedByCaller` if other code has changed attributes of the untraced module ``path`` or its
+        submodules.
 
-        Such a change would not be recorded. Only attributes that the submodule's last forward had set are checked.
+        Such a change would not be recorded. Only tensors that an earlier run left in these attributes are checked.
         """
         for (owner, name), tensor in self._left.items():
             if owner == path or owner.startswith(f"{path}."):
@@ -212,9 +214,9 @@ class ForwardRecorder(TorchFunctionMode):
                     )
 
     def _has_its_own(self, module: nn.Module, path: str) -> bool:
-        """Return whether a module's parameters and buffers are all its own.
+        """Return whether all parameters and buffers of ``module`` are those that it has in the model.
 
-        None may be shared with other modules or replaced during the call.
+        False if code has replaced one of them since the run began.
         """
         prefix = f"{path}."
         own = self._fakes.names
@@ -227,7 +229,10 @@ class ForwardRecorder(TorchFunctionMode):
     def _whole(
         self, original: Callable[..., Any], module: nn.Module, path: str
     ) -> Callable[..., Any]:
-        """Return a function that calls a module as one instruction. A module that needs values runs on real ones."""
+        """Return a function that calls ``module`` as one instruction.
+
+        If fake tensors do not suffice, it uses real values.
+        """
 
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -265,9 +270,7 @@ class ForwardRecorder(TorchFunctionMode):
 
     @contextlib.contextmanager
     def _patched(self) -> Iterator[None]:
-        """A context that intercepts calls of modules and of custom autograd
-        functions, autocast, and saved-tensor hooks.
-        """
+        """A context that intercepts calls of modules, custom autograd functions, autocast and saved-tensor hooks."""
         call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
         enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
         pack = saved_tensors_hooks.__enter__
@@ -310,7 +313,7 @@ class ForwardRecorder(TorchFunctionMode):
     def _call(
         self, run: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """Run a call, and record it if it returns or changes tensors."""
+        """Run a call and return its result. Record the call if it returns or changes tensors."""
         # A snapshot: a module may replace tensors in a list that it gets.
         named = change((args, kwargs), lambda part: part)
         given = list(tensors_of((args, kwargs)))
@@ -335,8 +338,8 @@ class ForwardRecorder(TorchFunctionMode):
         return value
 
     def _note_longest(self, name: str, made: Instruction) -> None:
-        """Change an instruction that unpacks rows, so that it pads the rows
-        to the longest one of the whole micro-batch.
+        """Change an instruction that unpacks a PackedSequence, so that it pads rows to the longest row of the
+        micro-batch.
         """
         if name == "_pad_packed_sequence" and total_length() is None:
             sizes = made.args[1]
@@ -348,8 +351,8 @@ class ForwardRecorder(TorchFunctionMode):
     ) -> tuple[Any, Answer | None]:
         """Run one torch call on fake tensors, and return its result.
 
-        The second result is the :class:`Answer` of the value oracle if the result depends on tensor values, otherwise
-        None.
+        If the result depends on tensor values, the value oracle computes it, and its :class:`Answer` is the second
+        result; otherwise None.
         """
         self._quiet += 1
         try:
@@ -376,9 +379,9 @@ class ForwardRecorder(TorchFunctionMode):
     def _expect(
         self, target: Any, args: tuple[Any, ...], kwargs: Any, value: Any, context: Context
     ) -> None:
-        """Record the assumption that other batches give the same value.
+        """Record the assumption that the call returns ``value`` for every batch.
 
-        Strings are only messages, so nothing is recorded for them.
+        Nothing is recorded for strings, because they are only used in messages.
         """
         where = user_line(traceback.extract_stack())
         tensors = list(tensors_in(value))
@@ -401,7 +404,7 @@ class ForwardRecorder(TorchFunctionMode):
     # ---- arguments and results
 
     def _slots(self, value: Any) -> Any:
-        """Return the arguments with slots in place of tensors and modules."""
+        """Return a call's arguments with slots in place of tensors and modules."""
 
         def replace(part: Any) -> Any:
             if isinstance(part, Tensor):
@@ -424,7 +427,7 @@ class ForwardRecorder(TorchFunctionMode):
         return change(value, replace)
 
     def _argument(self, tensor: Tensor) -> int:
-        """Return the number in the trace of a tensor that a call uses."""
+        """Return the number of a tensor that a call uses."""
         if id(tensor) in self._numbers:
             return self._numbers[id(tensor)]
         name = self._fakes.names.get(id(tensor))
@@ -441,7 +444,7 @@ class ForwardRecorder(TorchFunctionMode):
         return self._know(tensor, Origin.OUTSIDE, "", tensor)
 
     def _number(self, tensor: Tensor) -> int:
-        """Return the number in the trace of a tensor that a call has returned. An unknown tensor gets a new number."""
+        """Return the number of a tensor that a call has returned. A new tensor gets a new number."""
         if id(tensor) in self._numbers:
             return self._numbers[id(tensor)]
         if id(tensor) in self._fakes.names:
@@ -468,7 +471,7 @@ class ForwardRecorder(TorchFunctionMode):
         return number
 
     def _returned(self, value: Any) -> Any:
-        """Return the model's return value with slots in place of tensors. Plain values are unchanged."""
+        """Return the model's return value with slots in place of tensors, and None in place of unsupported objects."""
         dropped: list[str] = []
 
         def replace(part: Any) -> Any:

@@ -1,10 +1,10 @@
-"""The trace of one forward: its instructions, as the recorder wrote them.
+"""The trace of one forward: its instructions, in the order in which the recorder wrote them.
 
 A trace refers to tensors by number. A tensor is an input, a tensor of the model, a tensor from outside, or the result
-of an instruction. Sizes and other plain values have their values of that run.
+of an instruction. Sizes and other plain values are those of the traced run.
 
 ``torch.cat(list(features))`` over all rows would give a different number of instructions for each number of rows. So
-splitting a tensor and joining all its parts is fused into one instruction (:func:`fuse_lists`).
+the instruction that splits a tensor and the one that joins all its parts are fused (:func:`fuse_lists`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Path = tuple[Any, ...]
 
 
 class Origin(Enum):
-    """The kinds of tensors in a trace, by origin."""
+    """Where a tensor of a trace comes from."""
 
     INPUT = "input"
     MODEL = "model"
@@ -35,7 +35,7 @@ class Origin(Enum):
 
 @dataclass(frozen=True)
 class AutocastRegion:
-    """A ``torch.autocast`` context of the model around an instruction. ``device`` None is the device of the run."""
+    """A ``torch.autocast`` context in which an instruction ran. ``device`` None is the device of the run."""
 
     device: str | None
     dtype: torch.dtype | None
@@ -44,7 +44,7 @@ class AutocastRegion:
 
 @dataclass(frozen=True)
 class Context:
-    """The context of an instruction: whether gradients are enabled, and autocast contexts, outermost first."""
+    """The context of an instruction: whether gradients are enabled, and the autocast contexts, outermost first."""
 
     gradients: bool = True
     autocast: tuple[AutocastRegion, ...] = ()
@@ -52,10 +52,11 @@ class Context:
 
 @dataclass
 class TracedTensor:
-    """A tensor of a run: shape (empty for a nested tensor), dtype, id of its storage, and whether its values depend on
-    inputs.
+    """A tensor of a trace.
 
-    ``name`` is the name in the model or of the input. ``value`` is the value of a tensor from outside.
+    ``shape``: empty for a nested tensor. ``storage``: the id of its storage. ``depends``: whether its values depend on
+    the model's inputs. ``name``: its name in the model, or the name of the input. ``value``: the value of a tensor from
+    outside the model.
     """
 
     origin: Origin
@@ -73,8 +74,10 @@ class TracedTensor:
 
 @dataclass(frozen=True)
 class ModulePath(Slot):
-    """A placeholder for a module of the model. ``layer``: its call returns the output of this part of it; None: its
-    own."""
+    """A placeholder for a module of the model.
+
+    ``layer``: the submodule whose output a call returns; None: a call returns the module's own output.
+    """
 
     path: str
     layer: str | None = None
@@ -82,16 +85,15 @@ class ModulePath(Slot):
 
 @dataclass(frozen=True)
 class SizeOf(TensorSlot):
-    """A placeholder for a size that is known to be that of tensor ``index`` in ``dimension``."""
+    """A placeholder for a size: that of tensor ``index`` in ``dimension``."""
 
     dimension: int
 
 
 def size_of(size: torch.SymInt, nested: Iterable[tuple[int, Tensor]]) -> SizeOf | None:
-    """Return a placeholder for the symbolic ``size`` if it is the size of one of the ``nested`` tensors, otherwise
-    None.
+    """Return a placeholder for the symbolic ``size`` if one of the ``nested`` tensors has this size, otherwise None.
 
-    ``nested`` holds pairs (number, tensor).
+    ``nested`` holds pairs (number of the tensor, tensor).
     """
     for number, tensor in nested:
         for dimension, own in enumerate(tensor.shape):
@@ -102,10 +104,10 @@ def size_of(size: torch.SymInt, nested: Iterable[tuple[int, Tensor]]) -> SizeOf 
 
 @dataclass(eq=False)
 class Instruction:
-    """A recorded call, with slots for tensors and modules.
+    """A recorded call, with slots in place of tensors and modules.
 
-    ``results``: paths and numbers of the result tensors. ``writes``: tensors changed in place. ``owner``: the module
-    whose forward makes the call.
+    ``results``: (path in the result, number) for each result tensor. ``writes``: numbers of the tensors that it changes
+    in place. ``owner``: the path of the module whose forward makes the call.
     """
 
     target: Callable[..., Any] | ModulePath
@@ -127,8 +129,8 @@ class Instruction:
 class ForwardTrace:
     """The trace of one run.
 
-    ``returned``: the model's return value with slots for tensors. ``dropped``: types of other objects in it, which
-    cannot be sent from a stage. ``packs``: the forward sets saved-tensor hooks outside of modules, as
+    ``returned``: the model's return value with slots in place of tensors. ``dropped``: the types of other objects in
+    the return value, which a stage cannot send. ``packs``: the forward sets saved-tensor hooks outside of modules, as
     torch.utils.checkpoint does.
     """
 
@@ -153,7 +155,7 @@ def draws(name: str) -> bool:
 def change(value: Any, replace: Callable[[Any], Any]) -> Any:
     """Return the same nested containers with ``replace`` applied to each leaf.
 
-    Unlike :func:`transform` it descends into slices and sizes.
+    Unlike :func:`transform`, it also replaces the parts of slices and of torch.Size.
     """
 
     def deeper(part: Any) -> Any:
@@ -167,7 +169,7 @@ def change(value: Any, replace: Callable[[Any], Any]) -> Any:
 
 
 def parts(value: Any) -> list[Any]:
-    """Return the leaves of a nested value that :func:`change` would replace."""
+    """Return the leaves of a nested value, in the order in which :func:`change` replaces them."""
     found: list[Any] = []
 
     def note(part: Any) -> Any:
@@ -193,7 +195,7 @@ _APART = "unbind", "split", "chunk", "tensor_split", "split_with_sizes"
 
 
 class ListSlot(Enum):
-    """A placeholder in the arguments of a call for the list of all parts of a split tensor."""
+    """A placeholder in a call's arguments for the list of all parts of a split tensor."""
 
     PARTS = "parts"
 
@@ -208,8 +210,8 @@ def split_and_join(
 ) -> Any:
     """Split a tensor, and return the result of joining its parts.
 
-    ``split(*args, **kwargs)`` returns the parts. ``join`` is called with the list of parts in place of each
-    :class:`ListSlot` in its arguments.
+    ``split(*args, **kwargs)`` returns the parts. ``join`` is then called with ``join_args`` and ``join_kwargs``, in
+    which the list of parts replaces each :class:`ListSlot`.
     """
     found = list(split(*args, **kwargs))
 
@@ -222,7 +224,7 @@ def split_and_join(
 def fuse_lists(trace: ForwardTrace) -> None:
     """Fuse each instruction that splits a tensor with the instructions that join all its parts.
 
-    Instructions are fused only if no others use the parts.
+    They are fused only if no other instruction uses the parts.
     """
     uses = Counter(
         part.index
@@ -249,7 +251,7 @@ def fuse_lists(trace: ForwardTrace) -> None:
 
 
 def _lists(instruction: Instruction, numbers: list[int]) -> int:
-    """Return how often a list of exactly the tensors ``numbers`` occurs among an instruction's arguments."""
+    """Return how many of an instruction's arguments are a list of exactly the tensors ``numbers``."""
     return sum(
         _is_list(value, numbers) for value in (*instruction.args, *instruction.kwargs.values())
     )

@@ -1,12 +1,12 @@
 """Answer queries for tensor values while a forward is recorded, by running the recorded instructions on real tensors.
 
-A value that depends on sizes, constants and buffers (whether a mask is causal) is certain. A value that depends on
-integer inputs is that of the sample. Activations and parameters are unknown: they are filled with several values, and
-an answer is accepted only if it is equal for all fillings, such as that none is NaN. Answers that depend on inputs or
-on fillings are assumptions, which are checked with every batch (:mod:`.expected`).
+A value that depends only on sizes, constants and buffers is certain, for example whether a mask is causal. A value that
+depends on integer inputs is computed from the sample. Activations and parameters are unknown. They are filled with
+several values in turn, and an answer is accepted only if it is equal for all fillings, for example that no number is
+NaN. Answers that depend on inputs or fillings are assumptions, which are checked with every batch (:mod:`.expected`).
 
-Uniform random numbers are filled with their least and greatest value: a layer that is dropped with probability 0 is
-never dropped.
+Uniform random numbers are filled with their least and greatest value, among others: so a layer that is dropped with
+probability 0 is never dropped.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _UNIFORM = "rand", "rand_like"
 
 @dataclass(frozen=True)
 class _Filling:
-    """Values that are used in place of unknown values.
+    """Numbers that replace unknown values.
 
-    ``drawn`` is the value for uniform random numbers in [0, 1). ``fill`` sets the values of activations and parameters.
+    ``drawn`` replaces uniform random numbers in [0, 1). ``fill(tensor)`` fills an activation or parameter.
     """
 
     drawn: float
@@ -62,7 +62,7 @@ _FILLINGS = (
 
 
 class NotTraceable(Exception):
-    """Raised if the forward of module ``owner`` does something that a trace cannot represent."""
+    """Raised if the forward of the module ``owner`` does something that a trace cannot represent."""
 
     def __init__(self, owner: str, why: str) -> None:
         super().__init__(why)
@@ -70,8 +70,8 @@ class NotTraceable(Exception):
 
 
 class ChangedByCaller(NotTraceable):
-    """Raised if the forward of module ``owner`` sets an attribute of a
-    submodule that the submodule's next forward reads.
+    """Raised if the forward of the module ``owner`` sets an attribute of a submodule that the submodule's forward
+    reads.
     """
 
 
@@ -85,7 +85,7 @@ OWN_ERRORS = NotTraceable, WritesParameter, KeepsState, HangError, ConfigError
 
 
 def user_line(frames: Iterable[traceback.FrameSummary]) -> str:
-    """Return the innermost line of the user's own code among ``frames``, or ''."""
+    """Return the file and line of the innermost frame of the user's own code among ``frames``, or ''."""
     own = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith(_OURS)]
     return f", at {own[-1].filename}:{own[-1].lineno}" if own else ""
 
@@ -96,7 +96,7 @@ def follows_from_lengths(target: Any) -> bool:
 
 
 def total_length() -> int | None:
-    """Return the ``total_length`` argument of the innermost pad_packed_sequence call, or None."""
+    """Return the ``total_length`` argument of the pad_packed_sequence call that is running, or None."""
     for frame, _ in traceback.walk_stack(None):
         if frame.f_code is pad_packed_sequence.__code__:
             return frame.f_locals["total_length"]
@@ -118,15 +118,15 @@ def no_python_randomness(owner: Callable[[], str]) -> Iterator[None]:
 
 
 def _draw_counts() -> tuple[int, int]:
-    """Return the positions of the random generators of Python and numpy."""
+    """Return numbers that change if random numbers of Python or numpy are drawn."""
     legacy = numpy.random.get_state(legacy=False)  # noqa: NPY002  # the global generator
     return random.getstate()[1][-1], int(legacy["state"]["pos"])
 
 
 def without_values(fakes: FakeModel, flow: DataFlow, answer: Any, given: Any) -> Any:
-    """Return ``answer`` with a fake tensor in place of each of its tensors.
+    """Return ``answer`` with fake tensors in place of its tensors.
 
-    The fake tensors depend on all inputs on which the tensors in ``given`` depend.
+    They are marked as dependent on the model's inputs if a tensor in ``given`` is.
     """
     sources = list(tensors_of(given))
     follows = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sources)
@@ -145,17 +145,17 @@ def without_values(fakes: FakeModel, flow: DataFlow, answer: Any, given: Any) ->
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a query for values. ``assumed``: another batch might have another answer."""
+    """The answer to a query for values. ``assumed``: the answer may differ for another batch."""
 
     value: Any
     assumed: bool
 
 
 class ValueOracle:
-    """Answers queries of a run for values of its fake tensors.
+    """Answers queries of a run for the values of its fake tensors.
 
-    ``numbers``: the tensors' numbers in ``trace``. ``given(name)``: the sample's value of an input, which raises
-    ``KeyError`` if the sample has none.
+    ``numbers``: {id of a tensor: its number in ``trace``}. ``given(name)`` returns the sample's value of an input, or
+    raises ``KeyError`` if the sample has none.
     """
 
     def __init__(
@@ -169,14 +169,14 @@ class ValueOracle:
         self._held: dict[int, Tensor] = {}
 
     def register_tensor(self, number: int, tensor: Tensor) -> None:
-        """Register a tensor of the model itself, which has ``number`` in the trace."""
+        """Register a tensor of the model that has ``number`` in the trace."""
         self._held[number] = tensor
 
     def answer(self, function: Callable[..., Any], args: Any, kwargs: Any, owner: str) -> Answer:
         """Return the result of ``function`` on real values.
 
-        Raises :class:`NotTraceable` for ``owner`` if a value is unknown, or if the result depends on the values that
-        replace unknown ones.
+        Raises :class:`NotTraceable`, with the module ``owner``, if a value is unavailable or if the result depends on
+        the fillings of unknown values.
         """
         tensors = list(tensors_in((args, kwargs)))
         if any(tensor.is_nested for tensor in tensors):
@@ -219,9 +219,9 @@ class ValueOracle:
         return self._trace
 
     def is_unknown(self, number: int) -> bool:
-        """Return whether the value of tensor ``number``, which no instruction computes, is unknown.
+        """Return whether the value of tensor ``number``, which is not the result of an instruction, is unknown.
 
-        It is unknown if the tensor is a parameter, or a floating-point input that is not a mask.
+        It is unknown for a parameter, and for a floating-point input that is not a mask.
         """
         traced = self._trace.tensors[number]
         if traced.origin is Origin.INPUT:
@@ -245,10 +245,10 @@ class ValueOracle:
 
 
 class _TraceReplay:
-    """Runs the part of a trace on which some tensors depend, with fillings in place of unknown values.
+    """Runs the instructions of a trace on which the tensors ``requested`` depend, with fillings for unknown values.
 
-    ``unknown``: floating-point tensors that depend on parameters or activations, which are filled instead of computed.
-    ``assumed``: inputs or a filling were used. ``drawn``: random numbers were used.
+    ``unknown``: numbers of floating-point tensors that depend on parameters or activations. They are filled instead of
+    computed. ``assumed``: inputs or fillings were used. ``drawn``: random numbers were used.
     """
 
     def __init__(self, known: ValueOracle, requested: list[int]) -> None:
@@ -266,7 +266,7 @@ class _TraceReplay:
     def evaluate(
         self, filling: _Filling, function: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Return the result of ``function``. Raises ``KeyError`` if a value is unavailable."""
+        """Return the result of ``function`` on real values. Raises ``KeyError`` if a value is unavailable."""
         values: dict[int, Tensor] = {}
         with without_modes():
             for instruction in self._steps:
@@ -304,7 +304,7 @@ class _TraceReplay:
     def _carry_out(
         self, instruction: Instruction, values: dict[int, Tensor], filling: _Filling
     ) -> None:
-        """Run an instruction on real tensors if all its operands are available."""
+        """Run an instruction on real tensors and store its results in ``values``, unless an operand is unavailable."""
 
         def real(part: Any) -> Any:
             if not isinstance(part, TensorSlot):
@@ -347,14 +347,14 @@ def _uses(instruction: Instruction) -> list[int]:
 
 
 def _metadata(part: Any) -> Any:
-    """Return a tensor's shape and dtype, or any other value unchanged, to compare results without their values."""
+    """Return a tensor's shape and dtype, to compare tensors without their values; any other value unchanged."""
     return (tuple(part.shape), part.dtype) if isinstance(part, Tensor) else part
 
 
 def _is_mask(tensor: Tensor | None) -> bool:
     """Return whether a floating-point tensor consists of zeros and ones, and contains both.
 
-    All zeros or all ones may be a coincidence.
+    All zeros, or all ones, may be a coincidence.
     """
     if tensor is None:
         return False

@@ -1,17 +1,18 @@
 """Partition a recorded forward into blocks.
 
-Each block has one step (a call in the forward) with parameters, or several small ones, and adjacent steps without
-parameters::
+A step is one call in the forward. Each block has a step with parameters, or several small ones, and adjacent steps
+without parameters::
 
     embed ─ add ┊ layer ─ add ┊ layer ┊ norm ─ head          ┊ a boundary: live tensors cross it
 
-The tensors that later steps still use cross a boundary. A tensor that is used much later passes unchanged through every
-block between. Tensors computed from integer inputs only (masks, positions) are recomputed instead, if that sends fewer
-bytes. Between two steps with parameters the boundary is where the fewest bytes cross. No boundary is possible
+Tensors that later steps still use cross a boundary. A tensor that is used much later passes unchanged through all
+blocks between. Tensors that are computed from integer inputs only (masks, positions) are recomputed in later blocks
+instead, if the inputs have no more bytes. Between two steps with parameters, the boundary is placed where the fewest
+bytes cross. No boundary is possible:
 
-* where a crossing tensor depends on the rows but has no row dimension, or is changed in place later; * between two uses
-of a module with buffers, because one block must see all updates of these; * between two tensors and the derivative of
-one by the other.
+* where a crossing tensor depends on the rows but has no row dimension, or is changed in place later
+* between two uses of a module with buffers, because one block must see all updates of these
+* between two tensors if the derivative of one by the other is computed
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ logger = logging.getLogger("parallax")
 
 @dataclass(frozen=True)
 class _Piece:
-    """One block of the program: its steps, the module that runs them, and the numbers of input and output tensors."""
+    """One block of the program.
+
+    ``steps``: the steps of the block. ``module``: the module that runs them. ``entering`` and ``leaving``: the numbers
+    of its input and output tensors. ``last``: it is the last block.
+    """
 
     name: str
     module: RecordedSegment
@@ -54,9 +59,8 @@ class _Piece:
 class ProgramPartitioner:
     """Finds the block boundaries of ``program`` and builds the blocks.
 
-    ``share(step)`` is the step's fraction of the model's work. A block has at least the fraction ``least``, if
-    possible. ``whole``: the
-    blocks hold all tensors of the model.
+    ``share(step)`` returns a step's fraction of the model's work. ``least``: the smallest fraction that a block has, if
+    possible. ``whole``: the blocks must hold all tensors of the model, also unused ones.
     """
 
     def __init__(
@@ -89,7 +93,7 @@ class ProgramPartitioner:
         self._named: dict[str, int] = {}
 
     def partition(self) -> Partition:
-        """Return the blocks.
+        """Return the program partitioned into blocks.
 
         Raises :class:`UnknownSize` if a size cannot be computed even in a single block of all steps.
         """
@@ -142,7 +146,7 @@ class ProgramPartitioner:
         return found
 
     def _cost(self, position: int) -> int | None:
-        """Return the bytes that cross a boundary before ``position``; None if no boundary is possible there."""
+        """Return the bytes that cross a boundary before step ``position``; None if no boundary is possible there."""
         if any(low < position <= high for low, high in self._forbidden):
             return None
         alive = self._live_tensors(position)
@@ -157,7 +161,7 @@ class ProgramPartitioner:
         return sum(tensor.traced.nbytes for tensor in alive) if alive else None
 
     def _live_tensors(self, position: int) -> list[ForwardTensor]:
-        """Return the earlier tensors that are used by the steps from ``position`` on."""
+        """Return the tensors that cross a boundary before step ``position``: earlier tensors that later steps use."""
         return [
             tensor
             for tensor in self._tensors
@@ -168,9 +172,9 @@ class ProgramPartitioner:
         ]
 
     def _record_use(self, index: int, position: int) -> None:
-        """Record that a tensor is used at ``position``.
+        """Record that tensor ``index`` is used by step ``position``.
 
-        If it is recomputed there, its source tensors are recorded instead.
+        If the tensor is recomputed, its sources are recorded as used there, too.
         """
         if self._last_use[index] >= position:
             return
@@ -180,9 +184,9 @@ class ProgramPartitioner:
                 self._record_use(source, position)
 
     def _find_recomputed(self) -> set[int]:
-        """Return the tensors that every block recomputes instead of receiving them.
+        """Return the numbers of the tensors that every block recomputes instead of receiving them.
 
-        They are computed only from integer inputs that are no larger than the tensor, or from no input.
+        They are computed from no input, or only from integer inputs that together have no more bytes than the tensor.
         """
         found: set[int] = set()
         sources: dict[int, frozenset[int]] = {}
@@ -212,9 +216,10 @@ class ProgramPartitioner:
         return {self._tensors[i].traced.storage for step in self._steps for i in step.writes}
 
     def _intervals(self) -> list[tuple[int, int]]:
-        """Return ranges of steps that must stay in one block.
+        """Return pairs (first step, last step) of steps that must be in one block.
 
-        A range covers all uses of a module with buffers, or a tensor and its in-place changes.
+        Such steps are all uses of a module with buffers; the step that computes a tensor and those that change it in
+        place; and the steps between a derivative and the tensors that it is computed from.
         """
         found: list[tuple[int, int]] = []
         first: dict[Any, int] = {}
@@ -258,15 +263,18 @@ class ProgramPartitioner:
         return _Piece(name, module, steps, entering, leaving, last)
 
     def _is_needed(self, step: ForwardStep) -> bool:
-        """Return whether a block must contain the step.
+        """Return whether the block that has ``step`` in its range must run it.
 
-        It must if the step has no results, or if one of the results is used in a place where it is not recomputed.
+        A step is left out if all its results are recomputed where they are used.
         """
         gives = [i for _, i in step.results]
         return not gives or not all(i in self._recomputed for i in gives)
 
     def _reads(self, piece: _Piece, bounds: list[int]) -> tuple[tuple[int, float], ...]:
-        """Return the earlier blocks whose results the steps of ``piece`` use, with the bytes of these for one row."""
+        """Return (block, bytes) for each earlier block whose results the steps of ``piece`` use.
+
+        The bytes are those of these results for one row.
+        """
         first = bisect_right(bounds, piece.steps[0].position) - 1 if piece.steps else 0
         used = {index for step in piece.steps for index in step.uses if index in piece.entering}
         found: dict[int, float] = {}
@@ -291,7 +299,7 @@ class ProgramPartitioner:
         return Block(name, own or module, unbatched, self._reads(piece, bounds))
 
     def _own_module(self, piece: _Piece) -> nn.Module | None:
-        """Return the module of the model that the block calls, if the block does nothing else."""
+        """Return the module of the model that the block calls if the block does nothing else; otherwise None."""
         if len(piece.steps) != 1 or not self._program.evaluates:
             return None
         step = piece.steps[0]
@@ -307,7 +315,7 @@ class ProgramPartitioner:
         return step.module if straight and all(r in (0, -1) for r in rows) else None
 
     def _adopt_unused(self, module: nn.Module) -> bool:
-        """Add the model's tensors that no step uses to ``module``, the last block; return whether there are any."""
+        """Add the model's tensors that no block holds to ``module``, the last block. Return whether there are any."""
         found = False
         for path, part in self._model.named_modules():
             own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]

@@ -1,8 +1,8 @@
 """Generate the module of one block: Python code for its steps, and the model's modules and tensors that they use.
 
-Sizes that differ between runs are expressions of the sizes of available tensors. The runs give a size for several
-numbers of rows and lengths; an expression is valid if it gives that size in every run: a tensor's size, times or plus a
-constant, the product of two, a quotient or a remainder.
+A size that differs between the recorded runs is computed from the sizes of available tensors. The runs give each size
+for several numbers of rows and lengths. An expression is valid if it gives the size in every run. The expressions are:
+one tensor's size times a constant plus a constant, the product of two sizes, a quotient, and a remainder.
 """
 
 from __future__ import annotations
@@ -31,17 +31,20 @@ from parallax.model.recording.program import (
 from parallax.model.recording.trace import HOOKS, Context, ModulePath, Origin, Path, SizeOf
 
 DERIVATIVES = "grad", "backward"
-"""Calls that traverse the graph between their tensor arguments, which must be in one block."""
+"""Names of calls that traverse the autograd graph between their tensor arguments.
+
+One block must compute all of these.
+"""
 
 _LITERALS = bool, int, str, bytes, type(None), type(Ellipsis)
 
 
 class RecordedSegment(nn.Module):
-    """The module of one block, which runs steps of a model's forward.
+    """The module of one block, which runs some steps of a model's forward.
 
     It holds the model's own modules and tensors, under names that are equal in segments with equal steps.
-    ``evaluates``: its steps are those of evaluation, too. ``differentiates``: some of them compute gradients, as a
-    model of forces does, for which the graph is recorded in evaluation, too.
+    ``evaluates``: the steps are also those of evaluation. ``differentiates``: some steps compute gradients, as models
+    that predict forces do. Such a segment records the autograd graph in evaluation, too.
     """
 
     def __init__(
@@ -79,7 +82,10 @@ class RecordedSegment(nn.Module):
         return results
 
     def train(self, mode: bool = True) -> RecordedSegment:
-        """Set training or evaluation mode, with the exceptions that the model's own ``train()`` makes."""
+        """Set training or evaluation mode.
+
+        Modules that the model's own ``train()`` leaves in the other mode stay in it.
+        """
         super().train(mode)
         for path in self._other_mode.get(mode, ()):
             self.get_submodule(path).training = not mode
@@ -90,11 +96,14 @@ class RecordedSegment(nn.Module):
 
 
 class UnknownSize(Exception):
-    """Raised if a size cannot be computed from the sizes of a block's tensors."""
+    """Raised if a size cannot be computed from the sizes of the tensors that a block has."""
 
 
 class SegmentWriter:
-    """Generates the code of one block, whose inputs are the tensors ``entering``."""
+    """Generates the code of one block. The block's inputs are the tensors with the numbers ``entering``.
+
+    ``unfold``: the row dimension of each input is at 0 and is moved back to its place in the model.
+    """
 
     def __init__(
         self, model: nn.Module, program: ForwardProgram, entering: Iterable[int], *, unfold: bool
@@ -125,7 +134,7 @@ class SegmentWriter:
             self._register_sizes(index)
 
     def add(self, step: ForwardStep) -> None:
-        """Add one of the block's steps, after the steps that must be recomputed for it."""
+        """Add the code of ``step``, after the code of the steps that the block must recompute for it."""
         if step.position in self._made:
             return
         self._made.add(step.position)
@@ -141,7 +150,10 @@ class SegmentWriter:
         self._assign_results(step, call)
 
     def build(self, leaving: list[int], *, fold: bool) -> RecordedSegment:
-        """Return a module whose outputs are the tensors ``leaving``."""
+        """Return the block's module, whose outputs are the tensors with the numbers ``leaving``.
+
+        ``fold``: move the row dimension of each output to 0.
+        """
         for index in leaving:
             self._ensure(index)
         results = [(self._transposed(i) if fold else None) or self._tensor_text(i) for i in leaving]
@@ -162,7 +174,7 @@ class SegmentWriter:
         )
 
     def _held_names(self, paths: Iterable[str]) -> Iterator[str]:
-        """Yield the names inside the segment of those modules in ``paths`` that the segment holds."""
+        """Yield the names inside the segment of the modules ``paths``, except those that the segment does not hold."""
         for path in sorted(paths):
             for name, owner in self._modules.items():
                 if path == owner or path.startswith(f"{owner}."):
@@ -171,7 +183,7 @@ class SegmentWriter:
     # ---- parts of a line
 
     def _assign_results(self, step: ForwardStep, call: str) -> None:
-        """Assign a call's results to names."""
+        """Add code that assigns the results of ``call``, the code of a step, to names."""
         fresh = [(path, i) for path, i in step.results if i not in self._names]
         whole = [i for path, i in fresh if path == ()]
         if whole:
@@ -194,7 +206,7 @@ class SegmentWriter:
             self._register_sizes(index)
 
     def _ensure(self, index: int) -> None:
-        """Recompute a tensor of an earlier block unless it is an input of this block."""
+        """Add code that recomputes tensor ``index``, unless the block already has the tensor."""
         tensor = self._program.tensors[index]
         if index not in self._names and not tensor.held:
             self.add(self._program.steps[tensor.maker])
@@ -203,7 +215,7 @@ class SegmentWriter:
         return self._names.setdefault(index, name or f"v{len(self._names)}")
 
     def _register_sizes(self, index: int) -> None:
-        """Register the sizes of a tensor, so that size expressions can use them."""
+        """Register the sizes of tensor ``index``, so that expressions can use them."""
         for d, sizes in enumerate(zip(*self._program.tensors[index].shapes)):
             self._sizes.setdefault(sizes, f"{self._names[index]}.shape[{d}]")
 
@@ -278,7 +290,7 @@ class SegmentWriter:
         return text
 
     def _nest(self, part: Any) -> str:
-        """Return code that builds an instance of a user class that contains tensors."""
+        """Return code that builds a container of a user-defined class that contains tensors."""
         found: list[str] = []
 
         def number(inner: Any) -> Any:
@@ -294,7 +306,7 @@ class SegmentWriter:
         return f"{self._names[self._entering[0]]}.device"
 
     def _constant(self, value: Any, name: str = "constant") -> str:
-        """Return the global name of a value that has no Python literal."""
+        """Return the name of a global variable for a value that has no Python literal."""
         key = next((k for k, v in self._globals.items() if v is value), None)
         if key is None:
             plain = re.sub(r"\W|^__|__$", "_", name).lstrip("_") or "call"
@@ -306,9 +318,10 @@ class SegmentWriter:
         return key
 
     def _transposed(self, index: int) -> str | None:
-        """Return code that moves the row dimension to dimension 0 for a boundary, or back.
+        """Return code that swaps the row dimension of tensor ``index`` with dimension 0.
 
-        None if rows are already in dimension 0.
+        The same code moves the rows to dimension 0 before a boundary, and back after it. None if rows are in dimension
+        0 anyway, or if there are none.
         """
         rows = self._program.tensors[index].rows
         if rows in (0, -1, None):
@@ -330,7 +343,7 @@ def _access(path: Path) -> str:
 
 
 def _indented(lines: list[tuple[Context, str]]) -> list[str]:
-    """Return lines of code, indented inside ``with`` statements.
+    """Return lines of code, each inside a ``with`` statement for its context.
 
     Consecutive lines with equal context share one statement.
     """
@@ -360,14 +373,15 @@ def _autocast(
 
 
 Sizes = tuple[int, ...]
-"""A size in each of the runs."""
+"""One size of a tensor, as (size in run 0, size in run 1, …)."""
 
 _DIVISORS = range(2, 65)
 
 
 def expression(values: tuple[Any, ...], known: Mapping[Sizes, str]) -> str | None:
-    """Return Python code that computes ``values`` from ``known`` sizes,
-    given with their names, or None if there is none.
+    """Return Python code that computes a size, or None if there is no such code.
+
+    ``values``: the size in each run. ``known``: {size in each run: code} for the sizes of available tensors.
     """
     known = {size: name for size, name in known.items() if len(set(size)) > 1}
     products = {
@@ -382,7 +396,10 @@ def expression(values: tuple[Any, ...], known: Mapping[Sizes, str]) -> str | Non
 
 
 def _forms(values: tuple[Any, ...], size: Sizes, name: str) -> Iterator[str]:
-    """Yield expressions that compute ``values`` from one size, simplest first."""
+    """Yield expressions of one known size that compute ``values``, simplest first.
+
+    ``size``: the known size in each run. ``name``: the code of this size.
+    """
     if values == size and all(type(value) is int for value in values):
         yield name
         return
@@ -407,10 +424,10 @@ def _forms(values: tuple[Any, ...], size: Sizes, name: str) -> Iterator[str]:
 
 
 def _line(values: tuple[int, ...], size: Sizes, name: str) -> Iterator[str]:
-    """Yield the expression "(name) * a + b", with integers a and b, if it gives the ``values`` of all runs.
+    """Yield the expression "(name) * a + b", with integers a and b, if it gives ``values`` in all runs.
 
-    ``size`` is the size called ``name`` in each run. Nothing is yielded for fewer than three different sizes, because a
-    line passes through any two points.
+    ``size``: the known size in each run. Nothing is yielded for fewer than three different sizes, because a line passes
+    through any two points.
     """
     points = sorted(set(zip(size, values)))
     if len(points) < 3 or len({x for x, _ in points}) < len(points):
