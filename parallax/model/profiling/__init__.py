@@ -1,1 +1,1 @@
-"""Find the cost of a model's blocks, by measuring them or by counting on fake tensors."""
+"""Find the costs of a model's blocks, by measuring on the device or by counting operators on fake tensors."""

@@ -18,10 +18,10 @@ from parallax.machine.host import RETURNED_BYTES
 class Allocations(NamedTuple):
     """The bytes that a call has allocated.
 
-    ``most``    peak during the call
-    ``left``    bytes that are still allocated after the call
-    ``mapped``  on a CPU, the sum of the large blocks, which are mapped anew each time if freed memory is returned to
-                the system at once
+    ``most``    the peak during the call, above the bytes allocated before it
+    ``left``    bytes that the call has allocated and not freed
+    ``mapped``  the sum of all large blocks of memory on a CPU; 0 on other devices. Such a block is mapped anew at each
+                allocation if the allocator returns freed memory to the system at once
     """
 
     most: int
@@ -66,7 +66,10 @@ def measure_allocations(device: torch.device, call: Callable[[], object]) -> All
 
 @contextlib.contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """A context that silences stderr, because torch's profiler writes two lines to it in each run, at any log level."""
+    """A context that silences stderr.
+
+    Otherwise torch's profiler writes two lines to it in each run, at any log level.
+    """
     sys.stderr.flush()
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

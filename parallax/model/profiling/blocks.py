@@ -1,4 +1,4 @@
-"""Code for both profilers: sizes of blocks, iteration over distinct blocks, and the loss over the whole batch."""
+"""Code that both profilers share: sizes of blocks, iteration over distinct blocks, and a loss over the whole batch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from parallax.model.recurrent import recurrent_weights
 class BlockSizes:
     """Sizes of a block in the chain's number format.
 
-    They are the number of parameters, and the bytes of all parameters, of frozen ones, of the largest trained one, and
-    of buffers. Buffers that are not floating-point keep their dtype.
+    ``parameters``: the number of parameters. ``parameter_bytes``: of all parameters. ``frozen_bytes``: of the frozen
+    parameters. ``largest_bytes``: of the largest trained parameter. ``buffer_bytes``: of all buffers twice, because a
+    copy is kept to undo a step. Buffers that are not floating-point keep their dtype.
     """
 
     parameters: int
@@ -30,7 +31,6 @@ class BlockSizes:
 
     @classmethod
     def of(cls, chain: Chain, index: int) -> BlockSizes:
-        """Return the sizes of one block of ``chain``."""
         module, dtype = chain.blocks[index].module, chain.dtype
         counts = [parameter.numel() for parameter in module.parameters()]
         trained = [p.numel() for p in module.parameters() if p.requires_grad]
@@ -52,8 +52,8 @@ def tie_costs(
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Yield (bytes, block indices) for each parameter that several blocks share.
 
-    ``trained``: only trained parameters; False: only frozen ones. ``flat``: also yield each block's recurrent weights,
-    which are in one buffer.
+    ``trained``: yield only trained parameters if True, only frozen ones if False. ``flat``: also yield the recurrent
+    weights of each block, which are in one buffer.
     """
     tied = set()
     for users in chain.ties.values():
@@ -86,9 +86,10 @@ def block_by_block(
     entering: tuple[Tensor, ...],
     find: Callable[[int, tuple[Tensor, ...], bool], _Found],
 ) -> list[_Found]:
-    """Return ``find(index, inputs, last)`` for every block, with the outputs of the previous block as inputs.
+    """Return ``find(index, inputs, last)`` for every block. The inputs of a block are the outputs of the previous
+    block.
 
-    ``find`` is called once for each distinct block.
+    ``find`` is called once for each distinct block, and its result is used for all equal blocks.
     """
     known: dict[str, _Found] = {}
     found = []
@@ -127,8 +128,8 @@ Outputs = tuple[int, Sequence[Tensor]]  # number of rows, and their outputs
 class BatchLoss:
     """The cost of a loss over the whole batch of ``rows`` rows.
 
-    ``outputs`` is the bytes of the rows' outputs, ``work`` the additional bytes for the loss, and ``seconds`` the time
-    of the loss with its backward.
+    ``outputs``: the bytes of the model's outputs for these rows. ``work``: the additional bytes that the loss needs.
+    ``seconds``: the time of the loss with its backward.
     """
 
     rows: int
@@ -138,14 +139,14 @@ class BatchLoss:
 
 
 NO_LOSS = BatchLoss(rows=0, outputs=0, work=0, seconds=0.0)
-"""Each micro-batch has its own loss."""
+"""The value for a loss that is computed for each micro-batch."""
 
 
 def repeat_rows(rows: int, few: Outputs, more: Outputs) -> tuple[Tensor, ...]:
     """Return outputs of ``rows`` rows, made by repeating the rows of ``more``.
 
-    A tensor whose length is equal in ``few`` and ``more``, outputs of two numbers of rows, has no row dimension and is
-    not repeated.
+    ``few`` and ``more`` are outputs of two different numbers of rows. A tensor whose length is equal in both has no row
+    dimension and is not repeated.
     """
 
     def whole(less: Tensor, tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Cache measured profiles, with a key of everything that the measurement depends on."""
+"""Cache measured profiles, under a key of everything that the measurement depends on."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def profile_path(
 
 
 def load_cached(path: Path, name: str) -> ModelProfile | None:
-    """Return the profile that :func:`store_cached` wrote, renamed to ``name``; None if it is missing or damaged."""
+    """Return the profile in the cache file ``path``, renamed to ``name``; None if the file is missing or damaged."""
     with contextlib.suppress(PlanError):
         return replace(ModelProfile.load(path), model=name) if path.is_file() else None
     return None
@@ -71,9 +71,9 @@ def store_cached(profile: ModelProfile, path: Path) -> None:
 
 
 def remove_cached(profile: ModelProfile) -> int:
-    """Remove cached profiles of the same model, device and number format, and return their number.
+    """Remove the cached profiles of the same model, device and number format as ``profile``, and return their number.
 
-    The next plan then measures again.
+    So the next plan measures again.
     """
     count = 0
     for path in cache_directory().glob("profile-*.json"):
@@ -95,7 +95,7 @@ def _are_alike(one: ModelProfile, other: ModelProfile) -> bool:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of ``device`` that a profile contains."""
+    """Return the name of ``device`` that is stored in a profile."""
     if device.type == "cpu":
         return cpu_model()
     return accelerator_of(device).devices()[device.index or 0].name

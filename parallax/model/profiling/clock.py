@@ -1,13 +1,14 @@
-"""A clock for timing blocks, the eviction of caches before each measurement, and a measure of how busy the machine was.
+"""Time blocks: a clock, the eviction of caches before each measurement, and a measure of how busy the machine was.
 
-A profile holds the costs on an idle machine. The planner models how ranks slow each other down, and other users of the
-machine must not count. So if one thread does all work, its CPU time is read, which excludes time in which others run.
-In a step, other blocks have evicted a block's weights and inputs from the caches, so the caches are evicted before each
-measurement.
+A profile holds the costs on an idle machine. How ranks slow each other down is predicted by the planner, and other
+users of the machine must not count. So if one thread does all work, its CPU time is read, which excludes the time in
+which other threads run. In a step, other blocks have evicted a block's weights and inputs from the caches, so the
+caches are evicted before each measurement.
 
-CPU time excludes waits for a core. But other programs also slow down caches and shared units of a core, and if one of
-several threads has no core, the others wait for it. Two figures around each timed part show this: the ratio of wall
-time to time with a core, and the time of a fixed matrix product, which is constant on an idle machine.
+CPU time excludes waits for a core. But other programs also slow down caches and the shared units of a core. If several
+threads compute and one of them has no core, the others wait for it. Two figures, taken around each timed part, show
+this: the ratio of wall time to time with a core, and the time of a fixed matrix product, which is constant on an idle
+machine.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ EVICTING_BYTES = 16 * 2**20
 class Clock:
     """Measures the seconds of work on one device.
 
-    ``undisturbed``: the clock excludes time in which other users of the machine run. On an accelerator it uses events,
-    after the device has warmed up to full speed.
+    ``undisturbed``: whether the clock excludes time in which other users of the machine run. On an accelerator the
+    clock uses events. It first warms the device up to full speed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,7 +50,7 @@ class Clock:
             self._warm_up()
 
     def now(self) -> float:
-        """Return seconds on a clock of arbitrary origin, after waiting for all work on the device."""
+        """Return seconds since an arbitrary origin, after waiting for all work on the device."""
         if self.undisturbed:
             return time.thread_time()  # backward runs on the calling thread too
         if self._device.type != "cpu":
@@ -57,19 +58,19 @@ class Clock:
         return time.perf_counter()
 
     def elapsed(self) -> float:
-        """Return seconds on a clock of arbitrary origin, for work of several threads.
+        """Return seconds since an arbitrary origin, for work of several threads.
 
-        It includes waits for other threads of the process. It excludes waits for a core, if the system reports these.
+        They include waits for other threads of the process. They exclude waits for a core, if the system reports these.
         """
         if self._device.type != "cpu":
             return self._device_now()
         return time.perf_counter() - _queued_seconds()
 
     def waited_seconds(self) -> float:
-        """Return a counter of the seconds that this thread has waited for a core. Only differences are meaningful.
+        """Return a counter of the seconds for which this thread has waited for a core. Only differences are meaningful.
 
-        If the system has no such counter, it is wall time minus CPU time for a single thread, and 0 for several
-        threads. It is 0 on an accelerator.
+        If the system has no such counter, the value is wall time minus CPU time if one thread computes, and 0 if
+        several do. On an accelerator the value is 0.
         """
         if self._device.type != "cpu":
             return 0.0
@@ -78,11 +79,11 @@ class Clock:
         return time.perf_counter() - time.thread_time()
 
     def mark(self) -> float | torch.Event:
-        """Return a time stamp after the work enqueued so far, without waiting for this work."""
+        """Return a time stamp of the moment at which the work enqueued so far is done, without waiting for it."""
         return self.now() if self._device.type == "cpu" else self._event()
 
     def seconds_since(self, mark: float | torch.Event) -> float:
-        """Return the seconds since ``mark``, after waiting for all work on the device."""
+        """Return the seconds from ``mark`` until all work on the device is done, after waiting for this work."""
         if isinstance(mark, float):
             return self.now() - mark
         end = self._event()
@@ -107,7 +108,7 @@ class Clock:
         return event
 
     def _warm_up(self) -> None:
-        """Run work until the device, which is slow when idle, is at full speed."""
+        """Run work until the device is at full speed, because an idle device is slow at first."""
         until = time.perf_counter() + _WARM_SECONDS
         while time.perf_counter() < until:
             self.evict_caches()
@@ -115,7 +116,7 @@ class Clock:
 
 
 def _queued_seconds() -> float:
-    """Return how long this thread was runnable without a core; 0 if the system does not count it."""
+    """Return the seconds for which this thread was ready to run without a core; 0 if the system does not report it."""
     try:
         with open("/proc/thread-self/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) / 1e9
@@ -129,10 +130,11 @@ _PRODUCTS = 3  # per reference; the fastest counts
 
 
 def disturbance(wall: float, waited: float, references: Sequence[float]) -> float:
-    """Return the slowdown of the timed work compared with an idle machine, at least 1.
+    """Return the factor, at least 1, by which timed work was slower than on an idle machine.
 
-    It is the larger of two ratios: ``wall`` / (``wall`` − ``waited``), and median / minimum of the ``references``, the
-    times of a fixed matrix product.
+    It is the larger of two ratios: ``wall`` / (``wall`` − ``waited``), and median / minimum of ``references``.
+    ``wall``: the seconds of the work. ``waited``: the seconds of these without a core. ``references``: seconds of a
+    fixed matrix product.
     """
     if wall < LEAST_SECONDS:
         return 1.0

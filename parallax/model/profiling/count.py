@@ -1,13 +1,13 @@
 """Count the work of each block, without the device and without weights.
 
-Each block runs forward and backward on fake tensors, which have shape, dtype and device but no memory; autograd,
-autocast and kernel selection work as on real ones. Every dispatched operator is counted: matrix products by the
-formulas of ``torch.utils.flop_counter``, others by the bytes that they read and write. Saved tensors are classified by
-the rule of the profiler and the swap manager, so the bytes of saved tensors, inputs and outputs equal those that
-:mod:`parallax.model.profiling.measure` finds on a CPU. Working memory is the peak of live tensors; kernels may use
-scratch memory, which only a measurement shows.
+Each block runs forward and backward on fake tensors. These have shape, dtype and device but no memory. Autograd,
+autocast and kernel selection work as on real tensors. Every dispatched operator is counted: matrix products by the
+formulas of ``torch.utils.flop_counter``, all others by the bytes that they read and write. Saved tensors are classified
+by the same rule as in the profiler and the swap manager. So the bytes of saved tensors, inputs and outputs equal those
+that :mod:`parallax.model.profiling.measure` finds on a CPU. Working memory is the peak of live tensors. Kernels may
+need scratch memory in addition, which only a measurement shows.
 
-Each block is counted at two numbers of rows, which give the fixed and the per-row part of every figure.
+Each block is counted at two numbers of rows. They give the fixed part and the part per row of every figure.
 """
 
 from __future__ import annotations
@@ -56,11 +56,12 @@ def count(
 ) -> ModelWork:
     """Return the work of ``chain``.
 
-    ``sample(n)`` returns inputs and targets of n rows, of which only shapes and dtypes are used. The optimizer is AdamW
-    in the given ``precision``. The loss is counted with the last block or, if it is computed over the whole batch,
-    separately on ``gathered`` rows.
+    ``sample(n)`` returns inputs and targets of n rows, of which only shapes and dtypes are used. ``precision``
+    determines the bytes of AdamW's states. The loss is counted with the last block. If the loss is computed over the
+    whole batch, it is counted separately, on ``gathered`` rows.
 
-    Raises :class:`DescribeError` if blocks do not fit together, or need values, which fake tensors lack.
+    Raises :class:`DescribeError` if a block does not accept the outputs of the one before it, or reads values, which
+    fake tensors lack.
     """
     counter = _Counter(chain, loss, precision, minimum_bytes, progress, with_loss=not gathered)
     low, high = (counter.run(n, *sample(n)) for n in rows)
@@ -108,8 +109,8 @@ class _Counted:
 class _Deferring(TorchFunctionMode):
     """Counts the bytes that :mod:`parallax.model.split_backward` stores for deferred weight gradients.
 
-    They are the inputs of products with parameters (each storage once), the gradients of their outputs, and autocast's
-    copies of the weights.
+    These are the inputs of products with parameters (each storage once), the gradients of the products' outputs, and
+    autocast's copies of the weights.
     """
 
     def __init__(self) -> None:
@@ -164,7 +165,10 @@ class _Counter:
         self._with_loss = with_loss
 
     def run(self, rows: int, inputs: tuple[Tensor, ...], targets: Any) -> list[_Counted]:
-        """Count every block with ``rows`` rows. The outputs of each block are the inputs of the next one."""
+        """Return the counts of every block with ``rows`` rows.
+
+        The outputs of each block are the inputs of the next one.
+        """
         with self._mode:
             entering, aims = tuple(map(_fake, inputs)), transform(targets, _fake)
 
@@ -261,7 +265,7 @@ class _Counter:
     def _forward(
         self, block: nn.Module, inputs: tuple[Tensor, ...], targets: Any
     ) -> tuple[Tensor, ...]:
-        """Return the block's outputs, or their loss if ``targets`` are given."""
+        """Return the block's outputs or, if ``targets`` are given, the loss of these outputs."""
         try:
             with self._precision.autocast("cpu"):
                 outputs = as_tuple(block(*inputs))
@@ -285,9 +289,9 @@ class _Counter:
         leaves: tuple[Tensor, ...],
         targets: Any,
     ) -> tuple[PassWork, int]:
-        """Return the work and peak bytes of a backward into the parameters of ``block`` and the leaves.
+        """Return the work and the peak bytes of a backward of ``results``.
 
-        Without ``block``, the backward is into the leaves only.
+        It computes the gradients of the ``leaves`` and, if ``block`` is given, of the block's parameters.
         """
         roots = [tensor for tensor in results if tensor.requires_grad]
         if not roots:
@@ -314,7 +318,7 @@ class _Counter:
     def _saved(
         self, block: nn.Module, entering: tuple[Tensor, ...], targets: Any
     ) -> tuple[int, int, int, int]:
-        """Return the bytes saved for backward, in four numbers, as the profiler does.
+        """Return four numbers of bytes that the forward saves for backward, as the profiler does.
 
         They are offloadable bytes, resident bytes, bytes saved by the loss, and all bytes that the forward adds.
         """
@@ -329,9 +333,9 @@ class _Counter:
 
 
 def _entering(leaves: Sequence[Tensor], anchor: Tensor, meter: WorkMeter) -> tuple[Tensor, ...]:
-    """Return inputs that a block may change in place.
+    """Return inputs for a block, which the block may change in place.
 
-    As in a stage they are not leaves, but results of a graph node with two parents.
+    As in a stage, they are not leaves, but results of a graph node with two parents.
     """
     made = tuple(leaf + anchor.to(leaf.dtype) if leaf.requires_grad else leaf for leaf in leaves)
     meter.register_storages(made)
@@ -339,7 +343,9 @@ def _entering(leaves: Sequence[Tensor], anchor: Tensor, meter: WorkMeter) -> tup
 
 
 def _fake(tensor: Any) -> Any:
-    """Return a fake CPU tensor with the shape and strides of ``tensor`` and its own storage."""
+    """Return a fake CPU tensor with the shape and strides of ``tensor`` and a storage of its own; other values
+    unchanged.
+    """
     if not isinstance(tensor, Tensor):
         return tensor
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
@@ -350,9 +356,7 @@ def _fake(tensor: Any) -> Any:
 
 
 def _tables(block: nn.Module) -> dict[int, Any]:
-    """Return {tensor id: fake CPU tensor} for tensors in the block's
-    attributes that are neither parameters nor buffers.
-    """
+    """Return {tensor id: fake CPU tensor} for the block's tensors that are neither parameters nor buffers."""
     found = [t for t in plain_tensors(block).values() if not isinstance(t, nn.Parameter)]
     return {id(t): torch.empty_like(t, device="cpu") for t in found}
 

@@ -1,9 +1,10 @@
 """Measure the cost of each block on the real device: seconds, saved bytes by storage, working memory.
 
-Blocks with equal structure, parameter shapes and inputs are measured once. Each is measured at several numbers of rows,
-the smallest of which is one, and is timed twice, some time apart. The backward is measured whole and split
-(:mod:`parallax.model.split_backward`), for schedules with separate weight-gradient (W) passes. Results are cached by
-model, device and library versions, so only the first run of a model takes this time.
+Blocks with equal structure, parameter shapes and inputs are measured once. A block is measured at several numbers of
+rows, of which the smallest is usually one. Its passes are timed twice, some time apart, and the shorter time counts.
+The backward is measured as a whole, and split into B and W pass (:mod:`parallax.model.split_backward`) for schedules
+with separate weight-gradient passes. Results are cached by model, device and library versions, so only the first run of
+a model takes this time.
 """
 
 from __future__ import annotations
@@ -105,13 +106,14 @@ def measure(
     """Return the profile of ``chain``.
 
     ``sample(n)`` returns inputs and targets of n rows, and ``rows`` lists candidates for n. The three smallest are
-    measured, and larger ones while the blocks are cheap or take hardly longer than for fewer rows. Costs are
-    interpolated between these, and extrapolated linearly.
+    always measured. Larger ones are measured as long as the blocks take little time, or hardly more than for fewer
+    rows. Costs for other numbers of rows are interpolated, or extrapolated linearly.
 
-    The loss is measured with the last block or, if it is computed over the whole batch, separately on ``gathered``
-    rows, because its cost may be non-linear (that of all pairs grows quadratically). ``offloader`` offloads as in a
-    run; None: the run does not offload. A cached profile from a busy machine is measured again. Raises
-    :class:`DescribeError` if blocks do not fit together.
+    The loss is measured with the last block. If the loss is computed over the whole batch, it is measured separately,
+    on ``gathered`` rows, because its cost may be non-linear (that of all pairs of rows grows quadratically).
+    ``offloader`` offloads as in a run; None: the run does not offload. If a cached profile was measured on a busy
+    machine, it is measured again. Raises :class:`DescribeError` if a block does not accept the outputs of the one
+    before it.
     """
     how: dict[str, Any] = {"precision": precision, "offloader": offloader}
     how |= {"minimum_bytes": minimum_bytes, "gathered": gathered}
@@ -144,7 +146,7 @@ class _TooLarge(DescribeError):
 
 @contextlib.contextmanager
 def _fitting(what: str, rows: int, way_out: str) -> Iterator[None]:
-    """A context that replaces an out-of-memory error of the device by an error with a message of one line."""
+    """A context that replaces an out-of-memory error of the device by :class:`_TooLarge` with a message of one line."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -195,8 +197,8 @@ def _profile_of(
 def _freeing_slowdown(device: torch.device, blocks: Sequence[_Measured]) -> float:
     """Return the factor by which forward and backward slow down if freed memory is returned to the system at once.
 
-    Each large tensor then needs fresh pages. The factor is computed from the bytes of such tensors, because this
-    process keeps freed memory and so cannot measure it.
+    Each large tensor then needs fresh memory pages. The factor is computed from the bytes of such tensors. It cannot be
+    measured here, because this process keeps freed memory.
     """
     if device.type != "cpu":
         return 1.0
@@ -227,7 +229,10 @@ class _Bench:
         self._with_loss = with_loss
 
     def run(self, rows: int, inputs: tuple[Tensor, ...], targets: Any) -> list[_Measured]:
-        """Measure every block with ``rows`` rows. The outputs of each block are the inputs of the next one."""
+        """Return the measurements of every block with ``rows`` rows.
+
+        The outputs of each block are the inputs of the next one.
+        """
 
         def find(index: int, entering: tuple[Tensor, ...], last: bool) -> _Measured:
             name, count = self._chain.blocks[index].name, len(self._chain.blocks)
@@ -243,9 +248,9 @@ class _Bench:
         return block_by_block(self._chain, with_own_storage(to_device(inputs, self._device)), find)
 
     def rounds(self, sample: Sample, rows: Sequence[int]) -> list[list[_Measured]]:
-        """Measure every block at each number in ``rows`` that :func:`measure` selects.
+        """Return the measurements of every block, for each number in ``rows`` that :func:`measure` selects.
 
-        Each is timed twice, from few rows to many and back, and the shorter times count, because a temporary
+        All blocks are timed twice: from few rows to many, and back. The shorter times count, because a temporary
         disturbance only adds time.
         """
         found: list[list[_Measured]] = []
@@ -278,10 +283,10 @@ class _Bench:
         *,
         offload: bool,
     ) -> list[_Measured]:
-        """Return the measurements ``known`` with the shorter times of a second timing.
+        """Time all blocks a second time, and return the measurements ``known`` with the shorter times.
 
-        This also adds the seconds of the part of a forward that recomputation skips and, with ``offload``, the slowdown
-        of offloading.
+        Two measurements are added: the seconds of the part of a forward that recomputation skips and, with ``offload``,
+        the slowdown by offloading.
         """
 
         def find(index: int, entering: tuple[Tensor, ...], last: bool) -> _Measured:
@@ -309,7 +314,7 @@ class _Bench:
     def _passes(
         self, index: int, inputs: tuple[Tensor, ...], targets: Any
     ) -> tuple[nn.Module, BlockPasses]:
-        """Return a block, with gradients to accumulate into, and the passes of it that are timed."""
+        """Return a block, which has gradients to accumulate into, and the passes of this block."""
         (block,) = materialise(self._chain, index, index + 1, self._device)
         leaves = tuple(
             tensor.detach().requires_grad_(index > 0 and can_require_grad(tensor))
@@ -369,7 +374,7 @@ class _Bench:
         return replace(known, **times, skipped_seconds=skipped, offload_seconds=offloading)
 
     def _times(self, passes: BlockPasses) -> dict[str, float]:
-        """Return the seconds of a block's passes, whole and split."""
+        """Return {name in the profile: seconds} for a block's forward and backward, as a whole and split."""
         _, forward, backward = self._time(passes.enter, passes.forward, passes.backward)
         split = passes.split, passes.input_gradient_pass, passes.weight_gradient_pass
         _, *others, weight = self._time(passes.enter, *split)
@@ -381,7 +386,10 @@ class _Bench:
         }
 
     def whole_loss(self, rows: int, low: _Measured, high: _Measured, targets: Any) -> BatchLoss:
-        """Measure the loss of ``rows`` rows at once, on repeated outputs of the measured rows ``low`` and ``high``."""
+        """Return the cost of one loss over ``rows`` rows.
+
+        ``low`` and ``high`` have outputs, which are repeated for these rows.
+        """
         self._progress(f"measuring the loss of {rows} row(s)")
         aims = with_own_storage(to_device(targets, self._device))
         leaves = repeat_rows(rows, (low.rows, low.outputs), (high.rows, high.outputs))
@@ -414,7 +422,10 @@ class _Bench:
         )
 
     def _offload_seconds(self, block: nn.Module, moved: int, passes: BlockPasses) -> float:
-        """Return the seconds that offloading adds to a block; 0 if the offload tier cannot hold the activations."""
+        """Return the seconds by which offloading slows down a block.
+
+        The result is 0 if the offload tier cannot hold the activations.
+        """
         try:
             if moved and self._offloader is not None:
                 with self._offloader.of(block, moved, self._device) as offloads:
@@ -430,7 +441,7 @@ class _Bench:
         return 0.0
 
     def _splits(self, passes: BlockPasses) -> bool:
-        """Return whether the block defers any weight gradient in a split backward."""
+        """Return whether a split backward of the block defers any weight gradient."""
         results, store = passes.enter_and_split(None)
         passes.backward(results)
         defers = bool(store.pending_parameters())
@@ -440,7 +451,7 @@ class _Bench:
     def forward(
         self, block: nn.Module, inputs: tuple[Tensor, ...], targets: Any
     ) -> tuple[Tensor, ...]:
-        """Return the block's outputs, or their loss if ``targets`` are given."""
+        """Return the block's outputs or, if ``targets`` are given, the loss of these outputs."""
         with self._precision.autocast(self._device.type):
             try:
                 outputs = as_tuple(block(*inputs))
@@ -462,7 +473,7 @@ class _Bench:
     def _saved(
         self, block: nn.Module, entering: tuple[Tensor, ...], targets: Any
     ) -> tuple[int, int, int, int]:
-        """Return the bytes saved for backward, in four numbers.
+        """Return four numbers of bytes that the forward saves for backward.
 
         They are offloadable bytes, resident bytes, bytes saved by the loss, and all bytes that the forward adds.
         """
@@ -477,8 +488,8 @@ class _Bench:
     def _skipped_seconds(self, passes: BlockPasses) -> float:
         """Return the seconds of the part of a forward, with its loss, that recomputation skips.
 
-        Torch stops recomputing when the last saved tensor exists. The result is the minimum of several runs, because
-        the prediction subtracts it.
+        Torch stops recomputing as soon as the last saved tensor exists. The result is the minimum of several runs,
+        because the planner subtracts it from the seconds of a forward.
         """
         found = []
         for _ in range(1 + _REPEATS[0]):
@@ -487,10 +498,11 @@ class _Bench:
         return min(found[1:])
 
     def _time(self, *passes: Callable[[Any], Any]) -> list[float]:
-        """Return the typical seconds of each pass. Each pass gets the result of the previous one as argument.
+        """Return the typical seconds of each of ``passes``. The argument of each pass is the result of the previous
+        one.
 
-        With CPU time this is the median, with wall time the lower quartile, because disturbances only add time. The
-        first run is a warm-up.
+        The typical time is the median of several runs for CPU time. For wall time it is the lower quartile, because
+        disturbances only add time. A first run is a warm-up.
         """
         with self.noise.timed_part():
             return self._typical_seconds(passes)

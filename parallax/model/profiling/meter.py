@@ -1,4 +1,4 @@
-"""Count the operators that run on tensors without memory."""
+"""Count the work of the operators that run on tensors without memory."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from parallax.model.saved import address
 class PassWork:
     """The work of the operators of one pass.
 
-    It consists of operations of matrix products, the part of them in attention, elements that the other matrix products
-    read and write, bytes moved by other operators, and the number of kernels.
+    ``flops``: operations of matrix products, including those in attention. ``attention_flops``: the operations in
+    attention. ``operands``: elements that the matrix products outside of attention read and write. ``bytes``: bytes
+    that all other operators read and write. ``kernels``: the number of kernels.
     """
 
     flops: float = 0.0
@@ -31,7 +32,7 @@ class PassWork:
     operands: float = 0.0
 
     def minus(self, other: PassWork) -> PassWork:
-        """Return the difference of two passes' work, at least 0."""
+        """Return this work minus ``other``, field by field, but at least 0."""
         return PassWork(*(max(0.0, mine - theirs) for mine, theirs in zip(self.parts, other.parts)))
 
     @property
@@ -40,7 +41,10 @@ class PassWork:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> float:
-    """Return the operations of the scores and of the scores times the values. A causal kernel skips half of them."""
+    """Return the operations of attention: the product of queries and keys, and the product of scores and values.
+
+    A causal kernel skips half of them.
+    """
     # Dropout, is_causal.
     _, is_causal = rest if len(rest) == 2 else (0.0, named.get("is_causal", False))
     # Torch's formula, which rejects grouped-query attention before 2.13.
@@ -52,8 +56,9 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: A
 def _attention_backward(
     _: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any
 ) -> float:
-    """Return the operations of attention's backward: four gradient
-    products and recomputed scores (Dao 2023, section 4.1).
+    """Return the operations of attention's backward: four products for gradients, and the scores computed again.
+
+    This is 2.5 times the forward (Dao 2023, section 4.1).
     """
     return 2.5 * _attention(query, key, value, *rest[2:], **named)  # skips output and log-sum-exp
 
@@ -63,11 +68,11 @@ _ATTENTION: dict[str, Callable[..., float]] = {
     _FLASH: _attention,
     f"{_FLASH}_backward": _attention_backward,
 }
-"""Formulas that torch's counter lacks, for the kernels that fake tensors select."""
+"""Formulas for attention kernels that torch's flop counter lacks. Fake tensors select these kernels."""
 
 
 _ATTENDING = ("attention", "bmm")
-"""Substrings of the names of operators that compute attention: fused kernels, and batched matrix products."""
+"""Substrings of the names of operators that compute attention, which are fused kernels and batched matrix products."""
 
 
 _RECOMPUTED = (
@@ -78,7 +83,7 @@ _RECOMPUTED = (
 class FlopMeter(OperatorMode):
     """Counts in ``flops`` the operations of matrix products and convolutions that a model needs.
 
-    The scores that a fused attention computes again in its backward do not count.
+    The backward of a fused attention computes the scores again; these operations do not count.
     """
 
     def __init__(self) -> None:
@@ -96,9 +101,7 @@ class FlopMeter(OperatorMode):
 
 
 def _needed_by_attention(func: Any, args: Any, kwargs: Any) -> float:
-    """Return the operations of a fused attention kernel, or of its
-    backward, that the model needs; 0 for other operators.
-    """
+    """Return the operations that count for a call of a fused attention kernel or of its backward."""
     given = dict(zip((each.name for each in func._schema.arguments), args)) | kwargs
     operands = [given.get(name) for name in ("query", "key", "value")]
     if not all(isinstance(each, Tensor) and each.ndim == 4 for each in operands):
@@ -108,7 +111,7 @@ def _needed_by_attention(func: Any, args: Any, kwargs: Any) -> float:
 
 
 class WorkMeter(OperatorMode):
-    """Intercepts every operator below autograd, and tracks every storage until it is freed."""
+    """Counts the work of every operator below autograd, and tracks every storage until it is freed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,14 +121,17 @@ class WorkMeter(OperatorMode):
 
     @contextmanager
     def watch(self) -> Iterator[Callable[[], tuple[PassWork, int]]]:
-        """Yield a function that returns the work done inside the context, and the peak of additional bytes."""
+        """A context that counts work.
+
+        It yields a function that returns the work, and the peak of bytes above those at its start.
+        """
         self._base = self._peak = self._level
         self._found = PassWork()
         with self:
             yield lambda: (self._found, self._peak - self._base)
 
     def register_storages(self, tensors: Sequence[Tensor]) -> None:
-        """Register storages that already exist."""
+        """Register storages that already exist, so that no operator counts as their creator."""
         for tensor in tensors:
             self._remember(tensor.untyped_storage())
 
@@ -151,7 +157,7 @@ class WorkMeter(OperatorMode):
         )
 
     def _remember(self, storage: UntypedStorage) -> bool:
-        """Return whether the storage is new. A new storage counts until it is freed."""
+        """Return whether ``storage`` is new. The bytes of a new storage are tracked until it is freed."""
         key, size = address(storage), storage.nbytes()
         if key in self._known:
             return False
@@ -167,5 +173,8 @@ class WorkMeter(OperatorMode):
 
 
 def _traffic_bytes(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes read and written. A tensor that is changed in place must appear twice in ``tensors``."""
+    """Return the bytes that an operator reads and writes.
+
+    ``tensors`` lists its operands and results, so a tensor that is changed in place is in the list twice.
+    """
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Measure how much offloading its saved tensors slows down a block, by alternating runs with and without offloading."""
+"""Measure by how many seconds a block slows down if its saved tensors are offloaded."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ Saving = contextlib.AbstractContextManager[object]
 
 
 class Offloads(Protocol):
-    """The interface that offloads and prefetches the saved activations of one block."""
+    """The interface to an object that offloads and prefetches the saved activations of one block."""
 
     def saving(self) -> Saving:
-        """Return the saved-tensor hooks for a forward."""
+        """Return the saved-tensor hooks under which a forward runs."""
 
     def bring_back(self) -> None:
         """Wait until all activations are offloaded, then start prefetching them for the backward."""
 
     @property
     def stall_seconds(self) -> float:
-        """Seconds spent waiting for transfers so far."""
+        """The seconds spent waiting for transfers so far."""
 
 
 class Offloader(Protocol):
-    """The interface that creates :class:`Offloads` for a block, which work as in a run."""
+    """The interface to an object that creates :class:`Offloads` for a block. These offload as in a run."""
 
     @property
     def tier(self) -> str:
@@ -43,7 +43,10 @@ class Offloader(Protocol):
     def of(
         self, block: nn.Module, moved: int, device: torch.device
     ) -> contextlib.AbstractContextManager[Offloads]:
-        """A context with the :class:`Offloads` of ``block``. ``moved`` is the bytes of its saved activations."""
+        """Return a context that yields the :class:`Offloads` of ``block``.
+
+        ``moved``: the bytes of its saved activations.
+        """
 
 
 def slowdown_seconds(
@@ -55,7 +58,7 @@ def slowdown_seconds(
 ) -> float:
     """Return the seconds by which offloading slows down ``forward`` and ``backward``, without waits for transfers.
 
-    It is the median over alternating runs with and without offloading, for about ``seconds``.
+    The result is the median over runs that alternate with and without offloading for about ``seconds``.
     """
 
     def plain() -> float:

@@ -1,4 +1,4 @@
-"""Find the peak operations per second of matrix products of a device, from its data sheet or by measurement."""
+"""Find a device's peak operations per second of matrix products, from its data sheet or by measurement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SLOWER = {"pcie", "nvl", "max", "laptop", "ti"}  # variants whose peak differs 
 
 
 def known_kind(name: str) -> DeviceKind | None:
-    """Return the catalog's kind of the device called ``name``; None if the catalog has no peak for it."""
+    """Return the catalog's entry for the device called ``name``; None if the catalog has no peak for this device."""
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
     joined = "".join(re.findall(r"[a-z0-9]+", name.lower()))
     if words & _SLOWER and "a100" not in words:  # an A100 computes as fast in both forms
@@ -32,9 +32,11 @@ def known_kind(name: str) -> DeviceKind | None:
 
 
 def peak_flops(device: torch.device, name: str, compute: str) -> tuple[float, str]:
-    """Return the peak operations per second of matrix products in ``compute``, and the source of the figure.
+    """Return the peak operations per second of matrix products in the number format ``compute``, and a text on its
+    source.
 
-    The source is the data sheet of the device called ``name``, or a measurement: the fastest of some products.
+    The peak is from the data sheet of the device called ``name`` or, if there is none, of the fastest of some products
+    that are timed here.
     """
     if device.type != "cpu" and (kind := known_kind(name)) is not None:
         return kind.peak(compute), f"the data sheet of {kind.name.split('-')[0]} in {compute}"

@@ -1,4 +1,4 @@
-"""The operations that the profiler times: passes of one block, and an optimizer step."""
+"""The operations that the profiler times: the passes of one block, and an optimizer step."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _OPTIMIZED = 32  # tensors of the optimizer step, together larger than caches
 
 
 class Bench(Protocol):
-    """The interface that runs a block in its number format, and the loss after the last block."""
+    """The interface to an object that runs a block in the configured precision, and the loss after the last block."""
 
     def forward(self, block: nn.Module, entering: Tensors, targets: Any) -> Tensors:
-        """Return the block's outputs, or their loss if ``targets`` are given."""
+        """Return the block's outputs or, if ``targets`` are given, the loss of these outputs."""
 
     def add_loss(self, outputs: Tensors, targets: Any) -> Tensors:
         """Return the loss of the last block's outputs."""
 
 
 class BlockPasses:
-    """The passes of one block: a forward, and a backward that is whole, split, or with offloaded saved tensors.
+    """The passes of one block: the forward, and the backward as a whole, split, or with offloaded saved tensors.
 
     As in a stage, inputs are not leaves, but results of a graph node with two parents.
     """
@@ -48,7 +48,7 @@ class BlockPasses:
         self._anchor = torch.zeros((), device=self._device, requires_grad=True)
 
     def enter(self, _: object = None) -> Tensors:
-        """Return new inputs for a forward, which may change them in place."""
+        """Return new inputs for a forward, which the forward may change in place."""
         return tuple(
             leaf + self._anchor.to(leaf.dtype) if leaf.requires_grad else leaf
             for leaf in self._leaves
@@ -58,7 +58,10 @@ class BlockPasses:
         return self._bench.forward(self._block, entering, self._targets)
 
     def backward(self, results: Tensors) -> None:
-        """Run the backward of ``results``, which :meth:`forward` returned, into inputs and parameters."""
+        """Run the backward of ``results``, which :meth:`forward` returned.
+
+        It computes gradients of inputs and parameters.
+        """
         roots = [tensor for tensor in results if tensor.requires_grad]
         if roots:
             ones = [torch.ones_like(root) for root in roots]
@@ -67,7 +70,10 @@ class BlockPasses:
             leaf.grad = None
 
     def offloaded(self, saving: Saving) -> Tensors:
-        """Run a forward under the hooks ``saving``, which offload saved tensors. The loss runs without the hooks."""
+        """Run a forward under the hooks ``saving``, which offload saved tensors.
+
+        The loss then runs without the hooks.
+        """
         entering = self.enter()
         with saving:
             results = self._bench.forward(self._block, entering, None)
@@ -76,7 +82,7 @@ class BlockPasses:
         return self._bench.add_loss(results, self._targets)
 
     def after_the_last_saved(self, clock: Clock) -> float:
-        """Return the seconds of the part of a forward after the block's last saved tensor."""
+        """Return the seconds from the block's last saved tensor to the end of the forward, which includes the loss."""
         marks = [clock.mark()]
 
         def pack(tensor: Tensor) -> Tensor:
@@ -91,7 +97,10 @@ class BlockPasses:
         return clock.seconds_since(marks[0])
 
     def split(self, entering: Tensors) -> tuple[Tensors, WeightGradStore]:
-        """Run a forward that can defer its weight gradients."""
+        """Run a forward whose backward defers weight gradients.
+
+        Return the results, and the store of these gradients.
+        """
         store = WeightGradStore(self._device)
         with store.splitting():
             return self._bench.forward(self._block, entering, self._targets), store
@@ -101,7 +110,7 @@ class BlockPasses:
         return self.split(self.enter())
 
     def input_gradient_pass(self, found: tuple[Tensors, WeightGradStore]) -> WeightGradStore:
-        """Run the backward without the weight gradients."""
+        """Run the backward of a split forward without the weight gradients, and return the store of these gradients."""
         self.backward(found[0])
         return found[1]
 
@@ -112,7 +121,7 @@ class BlockPasses:
 def optimizer_seconds(device: torch.device, dtype: torch.dtype) -> float:
     """Return the seconds of an optimizer step per byte of parameters.
 
-    The step clears gradients, computes their norm, clips them, and runs fused AdamW. It does not depend on the rows.
+    The step clears gradients, computes their norm, clips them, and runs fused AdamW.
     """
     parameters = [
         nn.Parameter(torch.zeros(2**18, device=device, dtype=dtype)) for _ in range(_OPTIMIZED)
