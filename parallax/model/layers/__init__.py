@@ -1,1 +1,3 @@
-"""Layers whose results must not depend on the plan: changing buffers, dropout, BatchNorm, sparse gradients."""
+"""Layers whose results must not depend on the plan: buffers that a forward changes, dropout, BatchNorm, sparse
+gradients.
+"""

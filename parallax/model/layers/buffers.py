@@ -1,19 +1,21 @@
 """Keep buffers that a forward changes correct under recomputation.
 
-Some forwards update buffers: moving averages of a codebook, a counter, the vectors of a power iteration. A recomputed
-block would update them twice, and compute with other values than the first time. So a recomputation runs on copies of
-the values from before the first forward, and afterwards the buffers have the values from after it. Frozen parameters
-that a forward changes, such as those of a teacher network, count as buffers here.
+Some forwards update buffers: moving averages of a codebook, a counter, the vectors of a power iteration. If such a
+block is recomputed, it would update the buffers twice, and compute with other values than the first time. So a
+recomputation runs on copies of the values from before the first forward. Afterwards the buffers again have the values
+from after the first forward. Frozen parameters that a forward changes, such as those of a teacher network, count as
+buffers here.
 
-Copies cost memory, and most buffers never change. So the first forward determines which buffers change: a dispatch mode
-copies each buffer before an operator first writes it, and replaced buffers are found afterwards. From the second
-forward on only these are copied, before it begins. Version counters detect a buffer that first changes later: it is
-updated once, but one recomputation sees the new value, which is logged.
+Copies cost memory, and most buffers never change. So the block's first forward determines which buffers change. A
+dispatch mode copies each buffer before an operator first writes to it, and replaced buffers are found afterwards. From
+the second forward on, only the buffers found are copied, before the forward begins. Version counters detect a buffer
+that changes for the first time in a later forward. It is updated once, but one recomputation computes with its new
+value, and a warning is logged.
 
 The same mode finds operators that write into an argument besides their result, as ``rrelu_with_noise`` does. Such an
-operator saves the argument before filling it, and a recomputation stops at the last saved tensor, so backward would
-read uninitialized memory. To prevent that, a block with such an operator saves one more tensor at its end
-(:meth:`ChangingBuffers.end_forward`).
+operator saves the argument before filling it. A recomputation stops at the last saved tensor, so the argument would not
+be filled, and backward would read uninitialized memory. To prevent that, a block with such an operator saves one more
+tensor at its end (:meth:`ChangingBuffers.end_forward`).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ Owner = dict[str, Tensor | None]
 
 
 class _BufferSlot(NamedTuple):
-    """The location of a buffer or frozen parameter: a module and the name in this module."""
+    """The place of a buffer or frozen parameter: a module's dictionary of tensors, and the name in it."""
 
     owner: Owner
     name: str
@@ -47,11 +49,11 @@ class _BufferSlot(NamedTuple):
 
 
 class ChangingBuffers:
-    """The buffers of one block that its forwards change.
+    """Tracks the buffers of one block that its forwards change.
 
-    ``leave_out``: modules whose buffers are handled elsewhere. ``is_offloaded`` recognizes offloaded parameters.
-    ``compiled``: the block is compiled, so its operators cannot be intercepted; all buffers are copied once and
-    compared instead.
+    ``leave_out``: modules whose buffers are handled elsewhere. ``is_offloaded(tensor)`` returns whether a tensor is an
+    offloaded parameter. ``compiled``: the block is compiled, so its operators cannot be intercepted. In its first
+    forward, all buffers are copied before and compared afterwards instead.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class ChangingBuffers:
     def first_forward(self, found: BufferSnapshot) -> Iterator[None]:
         """A context for a forward that may be recomputed.
 
-        It stores in ``found`` the values that the buffers had before.
+        The context stores in ``found`` the values that the changing buffers had before the forward.
         """
         if self._unknown is not None:
             with self._watching(self._unknown, found):
@@ -110,7 +112,10 @@ class ChangingBuffers:
 
     @contextlib.contextmanager
     def repeated_forward(self, found: BufferSnapshot) -> Iterator[None]:
-        """A context for the recomputation, in which buffers have the values in ``found``. They are restored on exit."""
+        """A context for a recomputation, in which the buffers have the values in ``found``.
+
+        On exit, they are restored.
+        """
         left = [(place, place.tensor) for place, _ in found.values]
         fresh: dict[Tensor, Tensor] = {}  # a buffer shared by two modules stays shared
         for place, value in found.values:
@@ -124,7 +129,10 @@ class ChangingBuffers:
                 place.owner[place.name] = tensor
 
     def end_forward(self) -> None:
-        """Finish a forward that may be recomputed, or its recomputation. Call this after the block's last operator."""
+        """Save one more tensor for backward, if an operator of the block fills an argument that it has saved.
+
+        Call this after the last operator of a forward that may be recomputed, and of its recomputation.
+        """
         if self._fills_saved:
             torch.zeros((), requires_grad=True).exp()
 
@@ -169,9 +177,10 @@ class ChangingBuffers:
 
 
 class BufferSnapshot:
-    """The values that the changing buffers had before a forward.
+    """The values of a block's changing buffers before one forward.
 
-    ``sizes``: the symbols for row lengths in the forward's nested tensors.
+    ``values``: (place of a buffer, value). ``complete``: the forward has ended. ``sizes``: the symbols for row lengths
+    of the forward's nested tensors.
     """
 
     def __init__(self) -> None:
@@ -181,10 +190,9 @@ class BufferSnapshot:
 
 
 class _CopyOnWrite(OperatorMode):
-    """A dispatch mode that copies a tensor before an operator first writes to its memory.
+    """A dispatch mode that copies each of ``tensors`` before an operator first writes to its memory.
 
-    ``copies`` maps addresses to copies. ``fills_arguments``: an operator has written into an argument that it does not
-    return.
+    ``copies``: {address: copy}. ``fills_arguments``: an operator has written into an argument that it does not return.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -219,7 +227,7 @@ class _CopyOnWrite(OperatorMode):
 
 @cache
 def _fills_arguments(operator: Any) -> bool:
-    """Return whether the operator writes into an argument that it does not return."""
+    """Return whether ``operator`` writes into an argument that it does not return."""
     schema = operator._schema
     returned = [value.alias_info.before_set for value in schema.returns if value.alias_info]
     return any(
@@ -235,7 +243,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _copies(places: Sequence[_BufferSlot]) -> list[tuple[_BufferSlot, Tensor]]:
-    """Return each location with a copy of its tensor. A shared tensor is copied once."""
+    """Return (place, copy of its tensor) for each place. A tensor with several places is copied once."""
     made: dict[Tensor, Tensor] = {}
     for place in places:
         if place.tensor not in made:

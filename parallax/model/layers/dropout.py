@@ -1,15 +1,18 @@
 """Dropout whose masks do not depend on the plan.
 
-A mask that is drawn for a micro-batch depends on its first row and on its number of rows on this rank, so two plans
-would train two models. Here each row of the global batch has its own random numbers: while a block runs forward, calls
-of torch.nn.functional.dropout and its variants are replaced. Their masks derive from (seed, step, row, block, number of
-the call) and are equal on every device (:mod:`parallax.model.layers.row_noise`). Recomputation derives them again.
+If a mask were drawn for a whole micro-batch, it would depend on the micro-batch's first row and number of rows on this
+rank, so two plans would train two different models. Here each row of the global batch has its own random numbers. While
+a block runs forward, calls of torch.nn.functional.dropout and its variants are replaced. The masks are computed from
+(seed, step, row, block, number of the call), and are equal on every device (:mod:`parallax.model.layers.row_noise`). A
+recomputation computes the same masks again.
 
 This requires an input whose dimension 0 is the micro-batch's rows or a multiple of them (each row then has consecutive
-entries), or a nested tensor. Other random operations are not covered: the data of a PackedSequence, whose rows are
-interleaved, the ``dropout_p`` of scaled_dot_product_attention and so nn.MultiheadAttention, dropout inside nn.LSTM and
-nn.GRU, compiled blocks, a model's own torch.rand. Their numbers depend on (seed, step, first row, block): they are
-equal in every run of a plan, and under another plan with the same rows per rank.
+entries), or a nested tensor.
+
+Other random operations are not covered: the data of a PackedSequence, whose rows are interleaved; the ``dropout_p`` of
+scaled_dot_product_attention, and so nn.MultiheadAttention; dropout inside nn.LSTM and nn.GRU; compiled blocks; and a
+model's own torch.rand. Their random numbers depend on (seed, step, first row, block). They are equal in every run of a
+plan, and under another plan with the same rows per rank.
 """
 
 from __future__ import annotations
@@ -42,9 +45,11 @@ _ALPHA = (
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The random source of one block's forward.
+    """The source of random numbers for one forward of a block.
 
-    It has the noise generator of the block's device, and the key (seed, step, first row, rows, block).
+    ``noise``: the generator of masks on the block's device. ``seed``: of the run. ``first``: the index of the
+    micro-batch's first row on this rank, in the global batch. ``rows``: the number of its rows on this rank. ``block``:
+    the block's index.
     """
 
     noise: RowNoise
@@ -65,7 +70,7 @@ class RowDropout(TorchFunctionMode):
 
     @property
     def drew(self) -> bool:
-        """Whether any dropout function was called."""
+        """Whether any dropout function was called with 0 < p < 1."""
         return self._calls > 0
 
     def __torch_function__(
@@ -92,10 +97,10 @@ class RowDropout(TorchFunctionMode):
         *,
         train: bool = True,
     ) -> Tensor | None:
-        """Return the result of dropout, computed in place of ``F.dropout`` or ``torch.dropout``.
+        """Return the result of a dropout function, which ``drop`` computes.
 
-        None means that torch's own function must be called. The two functions call their flag ``training`` and
-        ``train``.
+        None means that torch's own function must be called. ``F.dropout`` calls its flag ``training``,
+        ``torch.dropout`` calls it ``train``.
         """
         if not (training and train and 0 < p < 1):
             return None
@@ -109,12 +114,15 @@ class RowDropout(TorchFunctionMode):
         return input.copy_(found) if inplace and found is not None else found
 
     def kept(self, shape: torch.Size | tuple[int, ...], p: float) -> Tensor:
-        """Return a mask of ``shape`` over all rows, True with probability 1 - p."""
+        """Return a mask of ``shape``, whose dimension 0 is the rows. An element is True with probability 1 − p."""
         count = math.prod(shape) // self._draws.rows
         return self._draws.noise.kept(self._rows(), count, p).view(shape)
 
     def kept_nested(self, x: Tensor, p: float) -> Tensor:
-        """Return a mask for the nested tensor ``x``, with its row lengths, True with probability 1 - p."""
+        """Return a mask with the row lengths of the nested tensor ``x``.
+
+        An element is 1 with probability 1 − p, otherwise 0.
+        """
         jagged: Any = x
         sizes = [jagged.size(d) for d in range(1, x.dim())]
         ragged = next(d for d, size in enumerate(sizes) if not isinstance(size, int))
@@ -129,14 +137,14 @@ class RowDropout(TorchFunctionMode):
         )
 
     def _rows(self) -> list[tuple[int, ...]]:
-        """Return the key of each row's random numbers for this call of dropout."""
+        """Return, for each row, the key of its random numbers in this call of dropout."""
         draws = self._draws
         rows = range(draws.first, draws.first + draws.rows)
         return [(draws.seed, draws.step, row, draws.block, self._calls) for row in rows]
 
 
 def _is_whole(nested: Any) -> bool:
-    """Return whether the rows of a nested tensor are contiguous."""
+    """Return whether ``nested`` is jagged and has no gaps between its rows."""
     return nested.layout is torch.jagged and nested.lengths() is None
 
 
@@ -152,9 +160,9 @@ def _drop(mode: RowDropout, x: Tensor, p: float) -> Tensor:
 
 
 def _drop_channels(dimensions: int) -> Drop:
-    """Return a dropout function that drops whole channels.
+    """Return a function that drops whole channels of tensors (rows, channels, …).
 
-    ``dimensions`` is the number of dimensions after rows and channels.
+    ``dimensions``: the number of dimensions after rows and channels.
     """
 
     def drop(mode: RowDropout, x: Tensor, p: float) -> Tensor | None:

@@ -1,21 +1,22 @@
 """BatchNorm under a plan: the rows over which statistics are computed, and recomputation.
 
-A BatchNorm computes statistics over the rows that it gets: those of one micro-batch, on one replica. So its result
-depends on how rows are partitioned, and the user chooses (:class:`~parallax.runtime.replicas.config.ReplicasConfig`).
+A BatchNorm computes statistics over the rows of its input: those of one micro-batch, on one replica. So its result
+depends on how rows are partitioned. The user chooses one of three modes
+(:class:`~parallax.runtime.replicas.config.ReplicasConfig`).
 
 ``replica``: statistics over each replica's own rows. Each replica keeps running statistics. After a step these are
-averaged, weighted by the number of micro-batches that each replica computed, so that it does not matter which replica
-is saved or evaluates.
+averaged, weighted by the number of micro-batches that each replica computed. So all replicas save and evaluate with the
+same statistics.
 
 ``sync``: statistics over all replicas' rows of the micro-batch. Count, mean and sum of squares of the replicas are
-combined by Chan's formula (one all-reduce forward, one backward). If a micro-batch has fewer rows than replicas, only
-the replicas with rows take part, in a separate process group. Each replica's gradients of weight and bias cover its own
-rows, as for all parameters.
+combined by Chan's formula, with one all-reduce in the forward and one in the backward. If a micro-batch has fewer rows
+than there are replicas, only the replicas with rows take part, in a separate process group. Each replica computes the
+gradients of weight and bias from its own rows, as for all parameters.
 
-``frozen``: always as in evaluation.
+``frozen``: running statistics are used and not updated, as in evaluation.
 
-A recomputed forward uses copies of the running statistics, because the first forward has updated them. It repeats the
-collectives; all replicas recompute the same blocks in the same order, so these match.
+The first forward updates the running statistics. So a recomputed forward uses copies of them. It repeats the
+collectives, which match because all replicas recompute the same blocks in the same order.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class BatchNorms:
-    """The BatchNorm modules of a rank's blocks. ``mode`` is one of :data:`BATCHNORM`."""
+    """Handles the BatchNorm modules of a rank's blocks. ``mode`` is one of :data:`BATCHNORM`."""
 
     def __init__(self, mode: str = "replica", mesh: Mesh | None = None) -> None:
         self._mode = mode
@@ -53,9 +54,9 @@ class BatchNorms:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def add_block(self, place: int, block: nn.Module, *, compiled: bool = False) -> None:
-        """Replace the forwards of the BatchNorm modules in a block.
+        """Replace the forwards of the BatchNorm modules in ``block``, the block with index ``place``.
 
-        In a ``compiled`` block, the BatchNorms that communicate are excluded from compilation.
+        ``compiled``: the block is compiled. BatchNorms that communicate are then excluded from compilation.
         """
         found: list[nn.Module] = [
             module for module in block.modules() if isinstance(module, _KINDS)
@@ -85,23 +86,29 @@ class BatchNorms:
         return run
 
     def freeze_statistics(self) -> None:
-        """In mode ``frozen``, put the BatchNorms into evaluation mode. Call this after ``train()``."""
+        """In mode ``frozen``, set the BatchNorms to evaluation mode. Call this after ``train()``."""
         if self._mode == "frozen":
             for module in self._modules():
                 module.eval()
 
     def begin_micro_batch(self, place: int, rows: int) -> None:
-        """Prepare a block's BatchNorms for the forward of a micro-batch that has ``rows`` rows over all replicas."""
+        """Prepare the BatchNorms of block ``place`` for the forward of a micro-batch.
+
+        ``rows``: the number of the micro-batch's rows on all replicas.
+        """
         if place in self._modules_by_block:
             self._seen[place] += 1
             self._participants = self._participants_of(rows)
 
     def modules_of(self, place: int) -> Sequence[nn.Module]:
-        """Return the BatchNorms of one block."""
+        """Return the BatchNorms of block ``place``."""
         return self._modules_by_block.get(place, ())
 
     def checkpoint_contexts(self, place: int, rows: int) -> Callable[[], tuple[Any, Any]]:
-        """Return the ``context_fn`` with which torch.utils.checkpoint recomputes a block."""
+        """Return the ``context_fn`` that torch.utils.checkpoint needs to recompute block ``place``.
+
+        ``rows``: the number of the micro-batch's rows on all replicas.
+        """
         if place not in self._modules_by_block:
             return noop_context_fn
         return lambda: (contextlib.nullcontext(), self._recomputing(place, rows))
@@ -127,7 +134,7 @@ class BatchNorms:
     def _participants_of(self, rows: int) -> _Participants:
         """Return the replicas that have rows in a micro-batch of ``rows`` rows.
 
-        All these replicas must call this together, because it may create a process group.
+        All these replicas must call this, because it may create a process group.
         """
         mesh = self._mesh
         if self._mode != "sync" or mesh is None:
@@ -153,7 +160,7 @@ class BatchNorms:
 
     @property
     def statistics_differ(self) -> bool:
-        """Whether the replicas' running statistics differ after a step."""
+        """Whether the running statistics may differ between replicas after a step."""
         tracked = any(_statistic(module, "running_mean") is not None for module in self._modules())
         return self._mesh is not None and self._mode != "frozen" and tracked
 
@@ -161,9 +168,10 @@ class BatchNorms:
         self._seen.clear()
 
     def average_statistics(self) -> None:
-        """Average the replicas' running statistics, weighted by the micro-batches since the last call.
+        """Average the running statistics over the replicas, weighted by the number of micro-batches since the last
+        call.
 
-        Collective over replicas, after the step's last backward.
+        All replicas must call this after the step's last backward.
         """
         assert self._mesh is not None
         # The last replica has rows in every micro-batch.
@@ -199,7 +207,7 @@ def _statistic(module: nn.Module, name: str) -> Tensor | None:
 
 
 def _average(moved: Sequence[tuple[Tensor, float]], group: dist.ProcessGroup | None) -> None:
-    """Replace each tensor by its weighted average over replicas. If all weights are 0, it is unchanged."""
+    """Replace each tensor by its weighted average over the replicas. If all weights are 0, the tensor is unchanged."""
     wide = _wide(moved[0][0].dtype)
     parts = [tensor.to(wide) * weight for tensor, weight in moved]
     # Filled on the device: a copy from the host would block it.
@@ -212,22 +220,23 @@ def _average(moved: Sequence[tuple[Tensor, float]], group: dist.ProcessGroup | N
 
 
 class _Participants:
-    """The replicas that have rows in a micro-batch: process group, index of this replica, and number of replicas.
+    """The replicas that have rows in a micro-batch.
 
-    The group is None if only this replica has rows.
+    ``group``: their process group; None if only this replica has rows. ``place``: the index of this replica among them.
+    ``count``: their number.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, place: int, count: int) -> None:
         self.group, self.place, self.count = group, place, count
 
     def sum(self, tensor: Tensor) -> None:
-        """All-reduce (sum) ``tensor`` in place."""
+        """Sum ``tensor`` over the participants, in place, by all-reduce."""
         if self.group is not None:
             dist.all_reduce(tensor, group=self.group)
 
 
 class _Synchronising(TorchFunctionMode):
-    """Replaces F.batch_norm, which a BatchNorm module calls, by a function with statistics over all replicas' rows."""
+    """Replaces F.batch_norm, which BatchNorm modules call, by a function with statistics over all replicas' rows."""
 
     def __init__(self, participants: _Participants) -> None:
         super().__init__()
@@ -276,7 +285,7 @@ def _batch_norm(
 class _Synchronised(torch.autograd.Function):
     """Batch normalization over the rows of all participants.
 
-    Returns this replica's result, and mean, variance and count.
+    It returns this replica's result, the mean and variance of each channel, and the count of values in a channel.
     """
 
     @staticmethod
@@ -337,5 +346,5 @@ def _across(of_channels: Tensor, x: Tensor) -> Tensor:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for statistics, at least single precision."""
+    """Return the dtype in which statistics are computed: ``dtype``, but at least single precision."""
     return torch.promote_types(dtype, torch.float32)

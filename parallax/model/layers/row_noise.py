@@ -1,9 +1,9 @@
-"""Random masks per row, equal for a row on any rank and device, in a few kernels for all rows.
+"""Random masks that are equal for a row on any rank and device, computed in a few kernels for all rows.
 
-Torch's generators give other numbers on another device, and need a seed per row. Hashing the index of each number with
-torch operators would need twenty passes over memory. Here a row's numbers are hashed linearly, modulo 2⁶⁴ and 2³², with
-one kernel at each of two levels (Dietzfelbinger et al. 1997, "A reliable randomized algorithm for the closest-pair
-problem": multiply, add, and keep the upper bits)::
+Torch's generators give other numbers on another device, and would need a seed for each row. Hashing the index of each
+number with torch operators would need twenty passes over memory. Here the numbers of a row are hashed linearly, modulo
+2⁶⁴ and 2³²: multiply, add, and keep the upper bits (Dietzfelbinger et al. 1997, "A reliable randomized algorithm for
+the closest-pair problem"). There are two levels, with one kernel each::
 
     four words per row, from (seed, step, row, block, call) by blake2b         a, b, c, d             64 bits each
     per run of 1024 numbers, with the run's constant R                         A = (a·R + b) >> 32    odd
@@ -11,8 +11,8 @@ problem": multiply, add, and keep the upper bits)::
     per number, with its position's constant P                                 A·P + C                32 bits
 
 R and P are fixed pseudo-random constants. All P differ in their lowest ten bits, so the difference of two is not
-divisible by a high power of two, and the upper bits of two numbers of a run are nearly independent. The temporaries are
-four bytes per number and forty per run.
+divisible by a high power of two, and the upper bits of two numbers of a run are nearly independent. Temporary tensors
+take four bytes per number and forty per run.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ _WORDS = 4  # per row
 
 
 class RowNoise:
-    """Generates masks on ``device``, where the constants are stored: 4
-    KiB, and 8 bytes per run of 1024 numbers in a row.
-    """
+    """Generates masks on ``device``, where it stores constants: 4 KiB, and 8 bytes per run of 1024 numbers in a row."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -41,9 +39,9 @@ class RowNoise:
         self._runs = torch.empty(0, dtype=torch.int64)
 
     def kept(self, rows: Sequence[tuple[int, ...]], count: int, p: float) -> Tensor:
-        """Return a mask of ``count`` values for each row, False with probability ``p``.
+        """Return a mask of shape (rows, count). An element is False with probability ``p``.
 
-        ``rows`` are the keys of the rows' random streams.
+        ``rows`` are the keys of the rows, from which their random numbers are computed.
         """
         runs, length = -(-count // RUN), min(count, RUN)
         words = self._on_device(_words_of(rows))[..., None]
@@ -53,7 +51,10 @@ class RowNoise:
     def kept_ragged(
         self, rows: Sequence[tuple[int, ...]], counts: Sequence[int], p: float
     ) -> list[Tensor]:
-        """Return masks like :meth:`kept` with ``counts`` values for each row. They are views of one tensor."""
+        """Return a mask for each row, with ``counts[i]`` values for row i; see :meth:`kept`.
+
+        The masks are views of one tensor.
+        """
         needed = [-(-count // RUN) for count in counts]
         length = min(max(counts), RUN)
         words = np.repeat(_words_of(rows), needed, axis=1)
@@ -80,7 +81,7 @@ class RowNoise:
         return self._places
 
     def _on_device(self, numbers: np.ndarray[Any, Any]) -> Tensor:
-        """Return ``numbers`` as a tensor on the device, copied asynchronously."""
+        """Return ``numbers`` as a tensor on the device. The copy is asynchronous."""
         here = torch.from_numpy(numbers.copy())
         if self.device.type in ("cpu", "meta"):
             return here.to(self.device)
@@ -88,14 +89,17 @@ class RowNoise:
 
 
 def _words_of(rows: Sequence[tuple[int, ...]]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """Return four 64-bit words for each row, of shape (words, rows)."""
+    """Return four 64-bit words for each row, as an array of shape (4, rows)."""
     digests = [hashlib.blake2b(repr(row).encode(), digest_size=8 * _WORDS) for row in rows]
     words = np.frombuffer(b"".join(digest.digest() for digest in digests), dtype="<i8")
     return words.astype(np.int64).reshape(len(rows), _WORDS).T
 
 
 def _choices(words: Tensor, runs: Tensor, places: Tensor) -> Tensor:
-    """Return a pseudo-random 32-bit number for each row, run and position, hashed from the row's ``words``."""
+    """Return a pseudo-random 32-bit number for each row, run and position.
+
+    It is computed from the row's ``words`` and the constants of the run and position.
+    """
     slopes, heights = words[::2], words[1::2]
     both = torch.addcmul(heights, slopes, runs).bitwise_right_shift_(32).to(torch.int32)
     slope, height = both[0].bitwise_or_(1)[..., None], both[1][..., None]
@@ -103,13 +107,15 @@ def _choices(words: Tensor, runs: Tensor, places: Tensor) -> Tensor:
 
 
 def _threshold(p: float) -> int:
-    """Return the signed 32-bit number such that a fraction ``p`` of all 32-bit numbers is smaller."""
+    """Return the signed 32-bit number below which a fraction ``p`` of all signed 32-bit numbers is."""
     return min(2**32 - 1, round(p * 2**32)) - 2**31
 
 
 def _scattered(count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """Return ``count`` fixed pseudo-random numbers (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
-    generators": SplitMix64)."""
+    """Return ``count`` fixed pseudo-random numbers of 64 bits.
+
+    The generator is SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators").
+    """
     with np.errstate(over="ignore"):
         found = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

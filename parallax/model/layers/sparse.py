@@ -1,9 +1,9 @@
 """Convert sparse gradients to dense ones before they are accumulated.
 
 An embedding with ``sparse=True`` has gradients only for the rows that it read. All-reduces, norms, split backwards,
-optimizers and offloading need dense memory. A dense gradient has the same values, so SGD and AdamW update as without
-that option. Only the first gradient shows whether a parameter's gradients are sparse: a hook checks it, and removes
-itself if they are dense.
+optimizers and offloading need dense memory. A dense gradient has the same values, so SGD and AdamW update as with
+``sparse=False``. Only the first gradient shows whether a parameter's gradients are sparse. A hook checks this gradient,
+and removes itself if it is dense.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ logger = logging.getLogger("parallax")
 
 
 def make_gradients_dense(parameters: Mapping[str, Tensor]) -> None:
-    """Convert future gradients of the trained ``parameters`` (by name) to dense ones.
+    """Make all future gradients of the trained ``parameters`` dense. Call this before the first backward.
 
-    Call this before their first backward.
+    ``parameters``: {name: parameter}.
     """
     for name, parameter in parameters.items():
         if parameter.requires_grad:
@@ -31,10 +31,10 @@ def make_gradients_dense(parameters: Mapping[str, Tensor]) -> None:
 
 
 class _DensifyingHook:
-    """A hook that runs before a gradient is accumulated into ``.grad`` and makes the sum dense.
+    """A hook that runs before a gradient is accumulated into ``.grad``, and makes ``.grad`` dense.
 
-    A hook cannot change the layout of the gradient, but a sparse gradient added to zeros becomes dense. The hook
-    references the parameter weakly, to avoid a cycle.
+    The hook cannot change the layout of the gradient. But a sparse gradient that is added to dense zeros becomes dense.
+    The hook refers to the parameter weakly, to avoid a reference cycle.
     """
 
     def __init__(self, name: str, parameter: Tensor) -> None:
