@@ -1,11 +1,11 @@
 """Compare the chain of blocks with the model's own forward, on the same rows.
 
-Both run several times, with one number of rows after the other, without a reset between, so that changes of buffers are
-compared too. In training, outputs, loss, gradients and buffers are compared; in evaluation, outputs and loss.
+Both run several times, each time with another number of rows. They are not reset in between, so that changes of buffers
+are compared, too. In training, outputs, loss, gradients and buffers are compared; in evaluation, outputs and loss.
 
-If something differs, both run again to locate the block. For outputs, it is the first block with an output that the
-model's own forward never computes, or with outputs that only repeat its inputs. For gradients, it is the last block
-with a wrong one, because the backward runs from the last block to the first.
+If something differs, both run again to find the block. If outputs differ, it is the first block with an output that the
+model's own forward never computes, or with outputs that only repeat its inputs. If gradients differ, it is the last
+block with a wrong gradient, because the backward runs from the last block to the first.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CannotRun(Exception):
 
 @dataclass(frozen=True)
 class _Setting:
-    """The mode (training or evaluation) and the number of rows of one comparison."""
+    """The setting of one comparison: number of rows, and training or evaluation mode."""
 
     rows: int
     training: bool
@@ -67,8 +67,8 @@ class _Ran:
 class _Differs(Exception):
     """Raised for a difference between chain and model.
 
-    ``kind``: outputs, loss, gradient, buffer or block. ``name``: the name of the tensor. ``how``: a text that describes
-    the difference.
+    ``where``: the setting of the comparison. ``kind``: output, loss, gradient, buffer or block. ``name``: the name of
+    the tensor, or the number of the block. ``how``: a text that describes the difference.
     """
 
     def __init__(self, where: _Setting, kind: str, name: str, how: str) -> None:
@@ -86,8 +86,8 @@ def compare_with_own_forward(
 ) -> str:
     """Compare chain and model for each number of rows in ``counts``.
 
-    Return a text on the parts that could not be compared, or ''. Raises :class:`DescribeError` if the chain computes
-    other values, and :class:`CannotRun` if the model cannot run.
+    Return a text on what could not be compared, or ''. Raises :class:`DescribeError` if the chain computes other values
+    than the model, and :class:`CannotRun` if the model cannot run on these rows.
     """
     passes = [_Setting(rows, training) for training in (True, False) for rows in counts]
     comparison = _Comparison(chain, loss, batch)
@@ -113,7 +113,7 @@ class _Comparison:
             self._compare(own, blocks, each)
 
     def repeats(self, passes: Sequence[_Setting]) -> bool:
-        """Return whether the model's own forward is deterministic."""
+        """Return whether the model's own forward gives the same results twice in training."""
         blocks = BlocksInOrder(self._chain)
         first, second = OwnForward(self._chain, blocks), OwnForward(self._chain, blocks)
         try:
@@ -124,7 +124,7 @@ class _Comparison:
         return True
 
     def difference_message(self, passes: Sequence[_Setting], difference: _Differs) -> str:
-        """Return the error message for a chain that differs from the model, with the name of the block."""
+        """Return the message of the error for a chain that differs from the model. It names the block."""
         model, where = type(self._chain.model).__name__, difference.where
         index = self._block_of(passes, difference)
         block, count = (
@@ -170,10 +170,11 @@ class _Comparison:
         return max(wrong, default=names[difference.name][0])
 
     def _first_unknown(self, passes: Sequence[_Setting], where: _Setting) -> int:
-        """Return the index of the first wrong block.
+        """Return the index of the first block that is wrong; the last block if none is found.
 
         A block is wrong if one of its outputs is a tensor that the model's own forward never computes, or if it has
-        parameters but returns only tensors that earlier blocks have returned.
+        parameters but returns only tensors that earlier blocks have returned. ``where``: the setting in which a
+        difference was found. ``passes``: all settings; those before ``where`` run first, because they change buffers.
         """
         blocks = BlocksInOrder(self._chain)
         own = OwnForward(self._chain, blocks)
@@ -238,9 +239,10 @@ class _Comparison:
         return _Ran(outputs, {"": loss.detach()}, given, buffers)
 
     def _loss_of(self, results: Any, targets: Any) -> Tensor:
-        """Return the loss of the model's return value.
+        """Return the loss of ``results``, the return value of the model or of the chain.
 
-        If user-defined blocks do not return a value of this structure, the loss gets the tensors.
+        If the blocks are defined by the user, the chain does not restore the structure of the model's return value. The
+        loss then gets only the tensors, for both.
         """
         if self._chain.template is None:
             results = self._chain.results(flatten(results)[0])
@@ -249,19 +251,21 @@ class _Comparison:
 
 @dataclass
 class _Digests:
-    """A set of tensors, which are identified by sums that do not depend on the order of dimensions."""
+    """A set of tensors.
+
+    A tensor is represented by sums of its values, which do not depend on the order of dimensions.
+    """
 
     part: float
     seen: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
 
     def add(self, found: Any) -> None:
-        """Add all tensors in nested containers."""
         for tensor in map(plain_rows, flatten(found)[0]):
             if not tensor.is_meta:
                 self.seen.setdefault(tensor.numel(), []).append(_digest(tensor))
 
     def has(self, tensor: Tensor) -> bool:
-        """Return whether a tensor with the same digest was added."""
+        """Return whether a tensor with the same sums was added."""
         total, size = _digest(tensor)
         return any(
             abs(total - a) <= self.part * size and abs(size - b) <= self.part * size

@@ -1,9 +1,9 @@
 """Compare two computations of the same tensors, with a tolerance for rounding.
 
-Both call the same kernels on the same numbers, so most results are bit-identical; a different summation order changes
-the last bits. The tolerance is relative to the largest number in a tensor. Gradients that are zero up to rounding (of a
-bias before a norm) contain rounding noise of the size of other gradients, so each tensor may also differ by a small
-part of the largest number of all tensors.
+Both computations call the same kernels on the same numbers, so most results are bit-identical. A different order of
+summation changes the last bits. So the tolerance of a tensor is relative to the largest number in it. Some gradients
+are zero up to rounding, such as that of a bias before a norm. Their rounding noise has the size of other gradients. So
+each tensor may also differ by a small fraction of the largest number in all tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ def tolerance(dtype: torch.dtype) -> float:
 def first_difference(
     expected: Mapping[str, Tensor], found: Mapping[str, Tensor], part: float
 ) -> tuple[str, str] | None:
-    """Return the first name whose tensors differ, and a text on the difference; None if all agree."""
+    """Return (name, text on the difference) of the first tensor that differs; None if all agree.
+
+    ``part`` is the tolerance relative to the largest number in a tensor.
+    """
     largest = max((_largest(tensor) for tensor in expected.values()), default=0.0)
     for name, tensor in expected.items():
         if name not in found:

@@ -1,12 +1,12 @@
 """Control random numbers while a model is compared with its chain of blocks.
 
 If the two call random operators in different orders, they draw different masks and noise, although both may be correct.
-There are two solutions:
+So there are two contexts:
 
-* Every call of a torch function draws from the same random state. This also reveals a dropout that only one of them
-  has.
-* When a batch is compared with its parts, dropout is off, and BatchNorms use their running statistics, because the
-  user chooses the rows over which they compute statistics.
+* When a model is compared with its chain, every call of a torch function draws from the same random state. This also
+  reveals a dropout that only one of the two has.
+* When a batch is compared with its parts, dropout is off, and BatchNorms use their running statistics. The statistics
+  of a batch may differ from those of its parts, because the user chooses the rows over which they are computed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DROPOUTS = (
 )
 _RECURRENT = "lstm", "gru", "rnn_tanh", "rnn_relu"
 _ATTENTION = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
-"""Functions with a ``dropout_p``, and its argument index."""
+"""{function: index of its argument ``dropout_p``}."""
 
 
 class SameDraws(TorchFunctionMode):
@@ -55,9 +55,9 @@ class SameDraws(TorchFunctionMode):
 
 
 class WithoutDraws(TorchFunctionMode):
-    """A context that disables dropout and makes BatchNorms use running statistics.
+    """A context in which dropout is off and BatchNorms use their running statistics.
 
-    :meth:`drew` detects other random operations.
+    :meth:`drew` detects other operations that draw random numbers.
     """
 
     def __enter__(self) -> WithoutDraws:
@@ -122,6 +122,6 @@ def own_random_state() -> Iterator[None]:
 
 
 def begin_draws() -> None:
-    """Seed the generators of torch and Python."""
+    """Seed the generators of torch and Python, always with the same number."""
     torch.default_generator.manual_seed(_SEED)
     random.seed(_SEED)

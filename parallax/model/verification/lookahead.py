@@ -1,9 +1,10 @@
 """Check that a model's loss does not depend on the padding of its rows.
 
-Rows of conversations, lines and documents are padded at their end, and only models of transformers get a mask of the
-padding. Without a mask, results are correct if each output depends only on its own token and earlier ones. So the loss
-of a row must stay the same when all tokens after its last counted target are replaced. It changes with attention that
-is not causal, with a mean over the sequence, and with layers that use the whole window.
+Rows of conversations, lines and documents are padded at their end. Only models of the transformers library get a mask
+of the padding. Without a mask, results are correct if each output depends only on its own token and earlier tokens.
+Then the loss of a row stays the same if all tokens after its last counted target are replaced. The check replaces these
+tokens. The loss changes with attention that is not causal, with a mean over the sequence, and with layers that use the
+whole window.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ _IGNORED = -100
 
 
 def find_lookahead(blocks: BlocksInOrder, loss: Loss, rows: SampleRows) -> str:
-    """Return a text on how the loss of a padded row depends on its padding, or '' if it does not.
+    """Return a text on how the loss of a padded row depends on its padding; '' if it does not.
 
-    The result is also '' if no row of token ids (rows, sequence) in ``rows`` is padded.
+    The result is also '' if nothing can be checked: ``rows`` are not token ids (rows, sequence), or no row is padded.
     """
     targets = rows.targets(0, len(rows))
     row, end = _most_padded(targets)
@@ -59,9 +60,9 @@ def find_lookahead(blocks: BlocksInOrder, loss: Loss, rows: SampleRows) -> str:
 
 
 def _most_padded(targets: object) -> tuple[int | None, int]:
-    """Return the row that has the fewest tokens up to its last counted target, and the number of these tokens.
+    """Return the index of the row with the fewest tokens up to its last counted target, and the number of these tokens.
 
-    The row is None if no row has tokens after its last counted target.
+    The index is None if the last counted target is at the end of every row.
     """
     if not isinstance(targets, Tensor) or targets.ndim != 2 or targets.is_floating_point():
         return None, 0

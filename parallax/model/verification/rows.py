@@ -1,10 +1,12 @@
 """Check whether a batch may be split into micro-batches, by comparing its loss and gradients with those of its parts.
 
-A step's loss is the mean over all rows, or over all counted targets if the loss offers ``count`` or is a cross-entropy
-(:mod:`parallax.model.counting`); parts are weighted accordingly. The result differs if rows interact: in a contrastive
-loss, in batch statistics, in a user-defined mean over some targets. If the outputs of all parts are gathered for one
-loss over the whole batch, only interactions inside the model matter. During the check dropout is off and BatchNorms,
-whose rows are the user's choice, use their running statistics; buffers are restored between parts.
+A step's loss is the mean over all rows. If the loss has a method ``count``, or is a cross-entropy, it is the mean over
+all counted targets instead (:mod:`parallax.model.counting`). The parts are weighted accordingly. The result of a split
+batch differs if rows interact: in a contrastive loss, in batch statistics, in a user-defined mean over some targets. If
+the outputs of all parts are gathered for one loss over the whole batch, only interactions inside the model matter.
+
+During the check dropout is off. BatchNorms use their running statistics, because the user chooses the rows over which
+their statistics are computed. Buffers are restored after each part.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ from parallax.model.verification.runs import BlocksInOrder, Loss, SampleRows, gr
 logger = logging.getLogger("parallax")
 
 _BOUNDS = (0, 2, 5), (0, 2, 4), (0, 1, 2)
-"""Bounds of the parts of the sample; the next ones if the model cannot run on these."""
+"""Row indices between which the sample is split into two parts.
+
+If the model cannot run on these, the next ones are tried.
+"""
 _ROWS_OF_LOSS = 16
 _LARGEST_OUTPUTS = 2**26  # elements
 _LOOSER = 10.0  # looser than for equal rows, because other shapes select other kernels
@@ -37,7 +42,10 @@ _LOOSER = 10.0  # looser than for equal rows, because other shapes select other 
 
 @dataclass(frozen=True)
 class _Summed:
-    """The loss and the gradients of a step. ``drew``: random numbers were drawn."""
+    """The loss and the gradients of a step over all its parts.
+
+    ``results``: the model's return value for the last part. ``drew``: random numbers were drawn.
+    """
 
     loss: Tensor
     gradients: dict[str, Tensor]
@@ -47,10 +55,11 @@ class _Summed:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The findings of the checks before the first step. An empty text means no difference, or unknown.
+    """The findings of the checks before the first step. An empty text means that no difference was found.
 
-    ``coupled``: rows of a batch interact; the text says how a split batch differs from a whole one. ``gathered``: how
-    it differs if the outputs are gathered for one loss. ``padded``: how the loss of a row depends on its padding.
+    ``coupled``: rows of a batch interact; the text says how a split batch differs from a whole one. ``gathered``: the
+    text says how a split batch still differs if its outputs are gathered for one loss. ``padded``: the loss of a row
+    depends on its padding; the text says how.
     """
 
     coupled: str = ""
@@ -59,7 +68,7 @@ class Verdict:
 
 
 def find_coupling(blocks: BlocksInOrder, loss: Loss, batch: SampleRows) -> Verdict:
-    """Return a :class:`Verdict` on interactions between rows of ``batch``, in the loss or before it."""
+    """Return a :class:`Verdict` that says whether rows of ``batch`` interact, in the loss or in the model."""
     for bounds in _BOUNDS:
         if bounds[-1] > len(batch):
             continue
@@ -113,9 +122,9 @@ class _Parts:
         return ""
 
     def _of_targets(self, results: Any) -> str:
-        """Return a text on how the loss over many rows differs from the loss over their parts, or ''.
+        """Return a text on how the loss over many rows differs from the loss over parts of them; '' if it does not.
 
-        The model ran on few rows, so their outputs are repeated, with the targets of other rows.
+        ``results`` are the model's outputs for few rows. They are repeated, and combined with the targets of more rows.
         """
         rows, few = min(len(self._batch), _ROWS_OF_LOSS), self._bounds[-1]
         tensors = list(tensors_in(results))
@@ -139,7 +148,7 @@ class _Parts:
     def _loss_alone(self, results: Any, bounds: Sequence[int]) -> Tensor | None:
         """Return the sum of the losses of the parts between ``bounds``; None if the loss draws random numbers.
 
-        The outputs of the rows on which the model ran are repeated for all other rows.
+        ``results`` are the model's outputs for few rows. They are repeated for all rows of the parts.
         """
         rows, few = bounds[-1], self._bounds[-1]
         total = torch.zeros((), dtype=torch.float64)
@@ -150,8 +159,9 @@ class _Parts:
         return None if draws.drew() else total
 
     def _run(self, bounds: Sequence[int], training: bool, *, gather: bool = False) -> _Summed:
-        """Run a step over the parts between ``bounds``, with a loss per part
-        or, if ``gather``, with one loss of all outputs.
+        """Run a step over the parts between ``bounds``.
+
+        Each part has its own loss or, with ``gather``, all have one.
         """
         blocks, rows = self._blocks, self._bounds[-1]
         before = [buffer.detach().clone() for buffer in blocks.every_buffer()]
@@ -177,7 +187,9 @@ class _Parts:
         return _Summed(total, gradients(blocks), detached, draws.drew())
 
     def _weighted_loss(self, results: Any, low: int, high: int, rows: int) -> Tensor:
-        """Return the loss of one part times its weight, which is its contribution to the step's loss."""
+        """Return the contribution of rows [low, high) to the loss of a step over ``rows`` rows: their loss times their
+        weight.
+        """
         targets = self._batch.targets(low, high)
         value = self._counting.value(results, targets, lambda: self._batch.inputs(low, high))
         if self._count is not None:
@@ -202,14 +214,14 @@ class _Parts:
 
 
 def _backward(share: Tensor) -> Tensor:
-    """Run the backward of a part's loss, and return the loss."""
+    """Run the backward of ``share``, a part's contribution to the loss, and return its value."""
     if share.requires_grad:
         share.backward()
     return share.detach().double().reshape(())
 
 
 def _concatenate_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Return the concatenated outputs of parts with ``sizes`` rows.
+    """Return the outputs of several parts, concatenated along the rows. ``sizes``: the number of rows of each part.
 
     A tensor without rows must be equal in all parts.
     """

@@ -1,6 +1,6 @@
-"""The two computations that are compared: the model's own forward, and its blocks in order.
+"""The two computations that are compared: the model's own forward, and its blocks run in order.
 
-They run on the CPU with equal values.
+Both run on the CPU with equal values of parameters and buffers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AfterBlock = Callable[[int, tuple[Tensor, ...]], None]
 
 
 class SampleRows(Protocol):
-    """The interface to rows of a real batch."""
+    """The interface that returns rows of a real batch by index."""
 
     def __len__(self) -> int: ...
 
@@ -38,7 +38,7 @@ class SampleRows(Protocol):
 
 
 class BlockFails(Exception):
-    """Raised if block ``index`` has raised ``error``."""
+    """Raised if the block ``index`` raises ``error``."""
 
     def __init__(self, index: int, error: Exception) -> None:
         super().__init__(str(error))
@@ -46,7 +46,7 @@ class BlockFails(Exception):
 
 
 class ComparedModel(Protocol):
-    """The interface to one of the two computations that are compared."""
+    """The interface to one of the two computations that are compared: the model's own forward or its blocks."""
 
     def train(self, mode: bool) -> None:
         """Set training or evaluation mode."""
@@ -55,14 +55,17 @@ class ComparedModel(Protocol):
         """Return the model's return value for ``inputs``."""
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters by their names in the model."""
+        """Return {name in the model: parameter}."""
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the persistent buffers by their names in the model."""
+        """Return {name in the model: buffer} for the persistent buffers."""
 
 
 class BlocksInOrder:
-    """The chain's blocks, run in order. Parameters that are initialized with zeros get small random values."""
+    """Runs the chain's blocks in order.
+
+    Parameters whose initial values are all zero have small random values instead.
+    """
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
@@ -78,7 +81,7 @@ class BlocksInOrder:
             block.train(mode)
 
     def forward(self, inputs: Any) -> Any:
-        """Return the last block's outputs in the structure that the model returns.
+        """Return the last block's outputs in the structure of the model's return value.
 
         Raises :class:`BlockFails` if a block raises an error.
         """
@@ -94,15 +97,15 @@ class BlocksInOrder:
         return self.chain.results(tensors)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters by their names in the model."""
+        """Return {name in the model: parameter}."""
         return {name: t for name, t in self._held().items() if isinstance(t, nn.Parameter)}
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the persistent buffers by their names in the model."""
+        """Return {name in the model: buffer} for the persistent buffers."""
         return {name: t for name, t in self._held().items() if not isinstance(t, nn.Parameter)}
 
     def _held(self) -> dict[str, Tensor]:
-        """Return all parameters and persistent buffers by name.
+        """Return {name in the model: tensor} for all parameters and persistent buffers.
 
         They are looked up at each call, because a forward may replace buffers.
         """
@@ -115,7 +118,7 @@ class BlocksInOrder:
 
 
 class OwnForward:
-    """The model's own forward, with the parameters and buffers of ``blocks``."""
+    """Runs the model's own forward, on copies of the parameters and buffers of ``blocks``."""
 
     def __init__(self, chain: Chain, blocks: BlocksInOrder) -> None:
         parts = chain.deferred.values().deepcopy_memo(chain.model, chain.dtype, {})
@@ -134,17 +137,20 @@ class OwnForward:
         return self.model(*args, **kwargs)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters by their names in the model."""
+        """Return {name in the model: parameter}."""
         return dict(self.model.named_parameters())
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the persistent buffers by their names in the model."""
+        """Return {name in the model: buffer} for the persistent buffers."""
         saved = self.model.state_dict(keep_vars=True)
         return {name: t for name, t in self.model.named_buffers() if name in saved}
 
 
 def gradients(model: ComparedModel) -> dict[str, Tensor]:
-    """Return the gradient of every parameter, zeros if there is none, and set ``.grad`` to None."""
+    """Return {name in the model: gradient} for every parameter, and set each ``.grad`` to None.
+
+    A parameter without a gradient has zeros.
+    """
     found = {}
     for name, parameter in model.parameters().items():
         found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -153,14 +159,14 @@ def gradients(model: ComparedModel) -> dict[str, Tensor]:
 
 
 def _copies(inputs: Any) -> Any:
-    """Return copies of the inputs, because a forward may change them."""
+    """Return copies of the inputs, because a forward may change its inputs."""
     return transform(inputs, lambda part: part.clone() if isinstance(part, Tensor) else part)
 
 
 def _fill_zeros(block: nn.Module) -> None:
-    """Replace zero parameters by small random numbers.
+    """Fill each parameter that is all zero with small random numbers.
 
-    A zero weight, as in many heads and gates, would hide differences in the layers before it.
+    Many heads and gates start with a zero weight, which would hide differences in the layers before them.
     """
     random = torch.Generator().manual_seed(_SEED)
     with torch.no_grad():
@@ -170,7 +176,7 @@ def _fill_zeros(block: nn.Module) -> None:
 
 
 def _keep_to_this_process(module: nn.Module) -> None:
-    """Replace the forward of SyncBatchNorm, which would wait for other ranks, by that of BatchNorm."""
+    """Make each SyncBatchNorm compute as a BatchNorm, because its own forward would wait for other ranks."""
     for part in module.modules():
         if isinstance(part, nn.SyncBatchNorm):
             vars(part)["forward"] = nn.BatchNorm2d.forward.__get__(part)

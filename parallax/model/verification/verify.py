@@ -1,4 +1,4 @@
-"""Verify a model before its first step, once per model, loss and library versions on a machine."""
+"""Verify a model before its first step. On one machine this is done once for each model, loss and library version."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ logger = logging.getLogger("parallax")
 
 AUTO = "auto"
 ROWS = (2, 3), (4, 6), (1,)
-"""Numbers of rows to compare with; the next ones if the model cannot run on so few."""
+"""Numbers of rows with which the forwards are compared.
+
+If the model cannot run on so few rows, the next ones are tried.
+"""
 _COPIES = 4  # parameters and gradients of the model and of its chain
 _MOST_OF_HOST = 0.5
 
@@ -49,12 +52,12 @@ def verify(
 ) -> Verdict:
     """Check that ``chain`` computes its model's own forward, and that a batch may be split; return the verdict.
 
-    The forwards are compared on the first rows of ``batch``, and the loss of that batch with the loss of its parts.
-    ``padded()`` returns rows of which some are padded; their loss must not depend on the padding.
+    The forwards are compared on the first rows of ``batch``, and the loss of some rows is compared with that of their
+    parts. ``padded()`` returns rows of which some are padded, or None; their loss must not depend on the padding.
 
-    ``when``: ``auto`` verifies models without a cached verdict, if they fit the host; True always; False never.
-    ``key``: everything that model and rows depend on besides their code. Raises :class:`~parallax.errors.DescribeError`
-    if the chain computes something else.
+    ``when``: ``auto`` verifies a model that has no cached verdict and fits the host; True always verifies; False never
+    does. ``key``: a text on everything that model and rows depend on besides their code. Raises
+    :class:`~parallax.errors.DescribeError` if the chain computes something else than the model.
     """
     if when is False:
         return Verdict()
@@ -82,8 +85,11 @@ def verify(
 
 
 def _check_forward(chain: Chain, loss: Loss, batch: SampleRows) -> str:
-    """Return the reason why the comparison was incomplete, or '' if it was complete and the chain is correct. Raises
-    the user error that model and loss raise for every number of rows."""
+    """Compare chain and model. Return the reason why the comparison was incomplete, or '' if all was compared.
+
+    Raises an error if the chain is wrong. Also raises the :class:`UserError` that model or loss raise for every number
+    of rows, if there is one.
+    """
     if not has_own_forward(chain):
         return ""  # the model is defined by its blocks
     why = ""
@@ -118,10 +124,10 @@ _LIBRARIES = ("torch", "transformers", "timm", "peft")
 
 
 def _verdict_path(chain: Chain, loss: Loss, key: str) -> Path:
-    """Return the cache file of the verdict on ``chain``.
+    """Return the cache file for the verdict on ``chain``.
 
-    Its name contains the chain's fingerprint, which covers the recorded code, and hashes of source files, which cover
-    the rest of the user's code.
+    The file's name contains a hash of the chain's fingerprint, which covers the recorded code, and of source files,
+    which cover the rest of the user's code.
     """
     what = [
         _CACHE_VERSION,
@@ -137,7 +143,7 @@ def _verdict_path(chain: Chain, loss: Loss, key: str) -> Path:
 
 
 def _load_verdict(path: Path) -> Verdict | None:
-    """Return the verdict that :func:`_store_verdict` wrote; None if it is missing or damaged."""
+    """Return the verdict in the cache file ``path``; None if it is missing or damaged."""
     try:
         found = Verdict(**read_json(path, SMALL_BYTES))
     except (OSError, ValueError, TypeError):
@@ -153,7 +159,7 @@ def _store_verdict(path: Path, found: Verdict) -> None:
 def _codes(chain: Chain, loss: Loss) -> Iterator[str]:
     """Yield hashes of the source files of the model's classes and of the loss.
 
-    Libraries are covered by their versions.
+    Libraries are left out, because their versions are part of the file's name.
     """
     kinds: list[Any] = [base for m in chain.model.modules() for base in type(m).__mro__]
     names = {getattr(kind, "__module__", None) or "" for kind in [*kinds, loss, type(loss)]}
