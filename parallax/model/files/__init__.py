@@ -1,1 +1,1 @@
-"""Read and write weight files, and convert between tensors in files and tensors of the model."""
+"""Read and write weight files, and convert between the tensors in files and the tensors of a model."""

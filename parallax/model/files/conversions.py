@@ -1,8 +1,8 @@
-"""Convert names and tensors between weight files of transformers and the model, where they differ.
+"""Convert names and tensors between weight files of transformers and the model.
 
-Files may use other names, or tensors computed from the model's tensors, such as the separate experts of a layer. For
-each kind of model, transformers has the conversion steps from files to model and their reverse
-(:mod:`transformers.conversion_mapping`). These are applied to the requested tensors only.
+Files may use other names than the model, or other tensors, such as the separate experts of a layer. For each kind of
+model, transformers has the conversion steps from files to model, and the reverse steps
+(:mod:`transformers.conversion_mapping`). Here these steps are applied to the requested tensors only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from parallax.model.files.tensors import Read, Recipe
 
 
 def is_pretrained(model: nn.Module) -> bool:
-    """Return whether ``model`` is a transformers model. A wrapper that forwards attributes is not."""
+    """Return whether ``model`` is an instance of a transformers class. A wrapper around such a model does not count."""
     return class_of_transformers(model) is not None
 
 
@@ -35,7 +35,7 @@ def class_of_transformers(model: nn.Module) -> Any:
 
 
 class PretrainedLayout:
-    """The layout of the weight files of ``model``, a transformers model, which may be without values."""
+    """The layout of the weight files of ``model``, a transformers model. The model's tensors need no values."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -52,19 +52,17 @@ class PretrainedLayout:
         self._unread = _pattern(unread)
 
     def may_lack(self, name: str) -> bool:
-        """Return whether the model's tensor ``name`` may be missing in the
-        files, because the constructor creates it.
-        """
+        """Return whether the files may lack the model's tensor ``name``, because the constructor creates it."""
         return self._unmissed(name)
 
     def may_hold(self, name: str) -> bool:
-        """Return whether the tensor ``name`` in the files can be ignored."""
+        """Return whether the tensor ``name`` in the files may be ignored if the model has no use for it."""
         return self._unread(name)
 
     def recipes(self, held: Mapping[str, Tensor]) -> dict[str, Recipe]:
-        """Return {name: recipe} for each tensor of the model, from files that hold ``held`` (without values).
+        """Return {name: recipe} for each tensor of the model.
 
-        Raises :class:`CheckpointError` for files that do not fit the model.
+        ``held``: {name in the files: meta tensor}. Raises :class:`CheckpointError` for files that do not fit the model.
         """
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import dot_natural_key, rename_source_key
@@ -92,8 +90,9 @@ class PretrainedLayout:
         return found
 
     def saved(self, names: Iterable[str]) -> list[Recipe]:
-        """Return the recipes that compute tensors of files from the model's
-        tensors ``names``, as ``save_pretrained`` does.
+        """Return recipes that compute the tensors to write to files, as ``save_pretrained`` does.
+
+        ``names`` are the model's tensors that they are computed from.
         """
         from transformers import core_model_loading
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -121,15 +120,16 @@ class PretrainedLayout:
         return found
 
     def kept_name(self, names: Sequence[str]) -> str:
-        """Return the name under which a tensor that has several ``names`` is
-        saved: the one to which transformers ties the others.
+        """Return the one of ``names``, all of the same tensor, under which the tensor is saved.
+
+        It is the name to which transformers ties the others.
         """
         tied = getattr(self._model, "all_tied_weights_keys", None) or {}
         return next((name for name in names if name not in tied), names[0])
 
 
 def _by_kind(steps: Iterable[Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
-    """Return the renaming steps and the converting steps among ``steps``, and {source pattern: converting step}."""
+    """Return the steps that rename, the steps that convert, and {source pattern: step that converts}."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     steps = list(steps)
@@ -155,8 +155,7 @@ def _renamed(name: str, renamings: Iterable[Any]) -> str:
 def _converting(model: Any, step: Any, first: str, parts: list[tuple[str, str]]) -> Recipe:
     """Return a recipe that applies ``step``, a conversion of transformers that computes tensors from other tensors.
 
-    ``parts``: names of the source tensors, each with the pattern that it matched. ``first``: the name of the first
-    result.
+    ``parts``: (name, pattern that the name matched) of each source tensor. ``first``: the name of the first result.
     """
 
     def make(read: Read) -> dict[str, Tensor]:

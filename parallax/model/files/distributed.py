@@ -1,11 +1,11 @@
 """Read tensors from folders of torch.distributed.checkpoint without executing code from them.
 
-The index, ``.metadata``, is a pickle, and a pickle may call any function of any module when torch loads it. Here a
-restricted unpickler accepts a dozen names of torch's own records, and creates a plain data object for each. It
-instantiates no class of torch, finds no function and rejects other names. The data is then validated: types, names of
-files beside the index, byte ranges within these files.
+The index of such a folder, ``.metadata``, is a pickle. When torch loads a pickle, the pickle may call any function of
+any module. So a restricted unpickler is used here. It accepts a dozen names of torch's own records, creates a plain
+data object for each, and rejects all other names. It creates no objects of torch's classes and finds no functions. The
+data is then validated: types, names of files beside the index, and byte ranges within these files.
 
-Values are in the other files, written by ``torch.save`` one after the other. They are loaded with
+The values are in the other files, where ``torch.save`` wrote them one after the other. They are loaded with
 ``weights_only=True``, torch's own restricted reader of tensors.
 """
 
@@ -30,7 +30,7 @@ _PLACES = "torch.distributed.checkpoint.filesystem"
 
 
 class _Record:
-    """A plain data object that replaces an object of torch. It stores the constructor arguments and the state."""
+    """A plain data object in place of an object of torch. It stores the constructor's arguments and the state."""
 
     def __init__(self, *made_of: Any) -> None:
         self.made_of = made_of
@@ -67,10 +67,13 @@ _KNOWN: dict[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler that resolves the known names and torch's dtypes, and rejects all others."""
+    """An unpickler that accepts the known names and torch's dtypes, and rejects all other names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a plain data class for a known name, or a dtype. Raises an error for any other name."""
+        """Return a plain data class for a known name, or a dtype for the name of one.
+
+        Raises an error for any other name.
+        """
         if (module, name) in _KNOWN:
             return _KNOWN[module, name]
         found = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
@@ -82,7 +85,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _StoredPiece(NamedTuple):
-    """A chunk of a tensor: its offsets and sizes in the tensor, and the byte range in a file."""
+    """A chunk of a tensor.
+
+    ``offsets`` and ``sizes``: the range of the chunk in each dimension of the tensor. ``file``, ``start`` and
+    ``length``: the bytes of the chunk.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -94,7 +101,7 @@ class _StoredPiece(NamedTuple):
 class DistributedFiles:
     """The tensors in the folder ``path``.
 
-    ``held``: meta tensors by their names in the state_dict, with nested keys joined by dots. Raises
+    ``held``: {name in the state_dict: meta tensor}. The keys of nested dictionaries are joined by dots. Raises
     :class:`CheckpointError` for any defect of the folder.
     """
 
@@ -110,7 +117,7 @@ class DistributedFiles:
         self._parts = {name: parts for name, (_, parts) in found.items()}
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor, assembled from its chunks."""
+        """Return the tensor ``name``, assembled from its chunks."""
         due = self.held[name]
         parts = self._parts[name]
         if len(parts) == 1:
@@ -122,7 +129,7 @@ class DistributedFiles:
         return whole
 
     def _index(self) -> tuple[dict[str, Any], dict[Any, Any]]:
-        """Return the metadata of each tensor by name, and the locations of all chunks."""
+        """Return {name: metadata of a tensor}, and {(name, offsets): place of a chunk in the files}."""
         file = self.path / METADATA
         try:
             if file.stat().st_size > LARGEST:
@@ -201,7 +208,7 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def _places(value: Any) -> dict[Any, Any]:
-    """Return the locations of chunks by name and offset."""
+    """Return {(name, offsets): place of a chunk in the files}."""
     return {
         (index.fqn, _numbers(getattr(index, "offset", None) or ())): place
         for index, place in value.items()
@@ -209,7 +216,7 @@ def _places(value: Any) -> dict[Any, Any]:
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
-    """Check that ``value`` is a tuple of non-negative integers."""
+    """Return ``value`` if it is a tuple of non-negative integers; raise ValueError otherwise."""
     if not isinstance(value, tuple) or not all(type(each) is int and each >= 0 for each in value):
         raise ValueError(f"{value!r:.50} is no tuple of non-negative integers")
     return value

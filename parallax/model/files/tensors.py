@@ -1,4 +1,4 @@
-"""Read and write tensors in safetensors files one at a time, converted by recipes."""
+"""Read and write tensors in safetensors files one at a time, with conversions described by recipes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor
 from parallax.errors import CheckpointError, printable
 
 Read = Callable[[str], Tensor]
-"""Reads one tensor of the source side by its name there."""
+"""A function that returns the tensor with the given name."""
 
 
 class TensorFiles(Protocol):
-    """The interface to files that contain tensors. ``held`` maps each name to a meta tensor."""
+    """The interface to files that contain tensors. ``held``: {name: meta tensor}. ``read(name)`` returns the tensor."""
 
     held: Mapping[str, Tensor]
 
@@ -44,17 +44,17 @@ NUMBER_FORMATS = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Safetensors' names of torch's dtypes."""
+"""{name of a dtype in safetensors files: torch's dtype}."""
 
 FORMAT_NAMES = {dtype: name for name, dtype in NUMBER_FORMATS.items()}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A function that computes named tensors from the tensors ``sources``.
+    """A computation of some tensors from others, between files and a model in either direction.
 
-    It converts between tensors in files and tensors of the model, in either direction. It also runs on meta tensors, to
-    find names, shapes and dtypes.
+    ``sources``: the names of the tensors that it needs. ``make(read)`` returns {name: tensor}; ``read`` returns a
+    source tensor by its name. It also runs on meta tensors, to find names, shapes and dtypes.
     """
 
     sources: tuple[str, ...]
@@ -62,12 +62,12 @@ class Recipe:
 
     @classmethod
     def same(cls, source: str, name: str) -> Recipe:
-        """Return a recipe that renames one tensor and leaves its values unchanged."""
+        """Return a recipe that renames the tensor ``source`` to ``name``."""
         return cls((source,), lambda read: {name: read(source)})
 
 
 def held_in(file: Any) -> dict[str, Tensor]:
-    """Return {name: meta tensor} of an open safetensors file."""
+    """Return {name: meta tensor} for the tensors in an open safetensors file."""
     return {name: _without_values(name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
 
 
@@ -98,9 +98,10 @@ def file_head(held: Mapping[str, Tensor]) -> bytes:
 def write_tensors(
     path: Path, held: Mapping[str, Tensor], recipes: Sequence[Recipe], read: Read
 ) -> None:
-    """Write the tensors that ``recipes`` compute, in order, to a safetensors file.
+    """Write the tensors that ``recipes`` compute to a safetensors file, in this order.
 
-    ``held`` are all these tensors, in the same order, as meta tensors. ``read`` returns a source tensor.
+    ``held``: {name: meta tensor} for all these tensors, in the same order. ``read`` returns a source tensor by its
+    name.
     """
     with path.open("wb") as file:
         file.write(file_head(held))

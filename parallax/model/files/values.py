@@ -1,4 +1,4 @@
-"""Check and convert dtypes and values of tensors in files for use in a model."""
+"""Check the dtypes and values of tensors in files, and convert them to those of a model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_of_eight_bits(dtype: torch.dtype) -> bool:
 
 
 def read_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which tensors of ``dtype`` are read.
+    """Return the dtype to which a tensor of ``dtype`` in a file is converted when it is read.
 
     It is float32 for float8, for which torch has few operators. Other dtypes are unchanged.
     """
@@ -44,9 +44,10 @@ def read_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_kind(name: str, found: torch.dtype, wanted: torch.dtype) -> None:
-    """Raise :class:`CheckpointError` if a file tensor's dtype ``found`` cannot be converted to the model's, ``wanted``.
+    """Raise :class:`CheckpointError` if a tensor's dtype in a file, ``found``, cannot be converted to the model's,
+    ``wanted``.
 
-    That is the case if one is floating-point and the other integer, or if the file's dtype is packed.
+    This is the case if only one of them is floating-point, complex or integer, or if ``found`` is a packed dtype.
     """
     if _kind(found) != (kind := _kind(wanted)):
         raise CheckpointError(
@@ -56,7 +57,7 @@ def check_kind(name: str, found: torch.dtype, wanted: torch.dtype) -> None:
 
 
 def as_dtype(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``value`` converted to ``dtype``. Raises :class:`CheckpointError` if numbers overflow.
+    """Return ``value`` converted to ``dtype``. Raises :class:`CheckpointError` if a number is too large for ``dtype``.
 
     Both dtypes are of the same kind: floating-point, complex or integer.
     """
@@ -79,7 +80,7 @@ def as_dtype(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def nonfinite_kind(tensor: Tensor) -> str:
-    """Return "nan" or "inf" for a floating-point or complex tensor with non-finite numbers, otherwise ""."""
+    """Return "nan" if ``tensor`` contains NaN, else "inf" if it contains Inf, else ""."""
     ends = _extremes(tensor)
     if all(map(math.isfinite, ends)):
         return ""
@@ -87,7 +88,7 @@ def nonfinite_kind(tensor: Tensor) -> str:
 
 
 def nonfinite_text(tensor: Tensor) -> str:
-    """Return a text with the number of NaN or infinite values of a tensor, to append to a message."""
+    """Return a phrase with the number of NaN and infinite values in ``tensor``, to append to a message."""
     count = int((~torch.isfinite(tensor.detach().to(read_dtype(tensor.dtype)))).sum())
     return f"holds {count} number(s) that are NaN or infinite, of {tensor.numel()}"
 
@@ -105,7 +106,7 @@ def check_finite(name: str, tensor: Tensor, *, frozen: bool = False) -> None:
 
 
 def _extremes(tensor: Tensor) -> list[float]:
-    """Return the smallest and the largest value, or NaN if any value is NaN; empty for integers.
+    """Return the smallest and the largest value; twice NaN if any value is NaN; an empty list for integers.
 
     The tensor is not copied, and this takes a twentieth of the time of isfinite.
     """
@@ -118,7 +119,7 @@ def _extremes(tensor: Tensor) -> list[float]:
 
 
 def _real_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the real and imaginary part of a complex dtype. Other dtypes are unchanged."""
+    """Return the dtype of the real and the imaginary part of a complex dtype. Other dtypes are unchanged."""
     return torch.empty(0, dtype=dtype).real.dtype if dtype.is_complex else dtype
 
 
