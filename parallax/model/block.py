@@ -1,6 +1,6 @@
-"""Blocks, and functions for nested tuples, lists, dicts and dataclasses that contain tensors (called nests).
+"""Blocks, and functions for nests: nested tuples, lists, dicts and dataclasses that contain tensors.
 
-Stages exchange a flat tuple of tensors, but a model may return a nest. So the last block returns the tensors alone, and
+Stages exchange a flat tuple of tensors, but a model may return a nest. So the last block returns only the tensors, and
 a template (the same nest with a :class:`TensorSlot` in place of each tensor) rebuilds the nest for the loss.
 """
 
@@ -22,7 +22,7 @@ RAGGED_HELP = (
     "hand on padded rows and a tensor of their lengths, and pack or nest them inside one of the model's "
     "blocks()"
 )
-"""The remedy when rows of several lengths would cross a block boundary."""
+"""Advice for a model in which rows of several lengths would cross a block boundary."""
 
 _PADDING = {
     "PackedSequence": "torch.nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)",
@@ -33,13 +33,14 @@ _PADDING = {
 
 @dataclass(frozen=True)
 class Block:
-    """A part of the model: its name, and the module that runs it, on the meta device.
+    """A part of the model: a name, and the module that computes the part, on the meta device.
 
-    The module is a module of the model, or a new module that contains modules of the model, so its parameters are the
-    model's. ``unbatched``: indices of outputs whose dimension 0 is not the micro-batch's rows (position tables, biases
-    made from parameters). Each rank of the next stage receives these outputs whole, and their gradients are summed.
-    ``reads``: the earlier blocks whose results this block uses, with the bytes of these for one row; empty if unknown.
-    Other tensors that enter it are passed on to later blocks.
+    ``module`` is a module of the model, or a new module that contains modules of the model. Its parameters are the
+    model's own. ``unbatched``: indices of the outputs whose dimension 0 is not the micro-batch's rows (position tables,
+    biases made from parameters). Each rank of the next stage receives these outputs whole, and their gradients are
+    summed. ``reads``: (index, bytes) for each earlier block whose results this block uses, where the bytes are those of
+    these results for one row. Tensors that this block only passes on to later blocks do not count. ``reads`` is empty
+    if unknown.
     """
 
     name: str
@@ -52,10 +53,11 @@ class Block:
 class Partition:
     """A model partitioned into blocks.
 
-    ``inputs``: argument names of the first block (empty: those of its forward). ``nest``: paths of the tensors in
-    nested inputs. ``template``: structure of the model's return value (None: the value that the last block returns).
-    ``sizes``: required input sizes (None: any; empty: unknown). ``evaluates`` and ``trains``: False for a
-    model that was recorded in training alone, or in evaluation alone.
+    ``inputs``: names of the model's arguments; empty: those of the first block's forward. ``nest``: paths of the
+    tensors in nested inputs; empty if the inputs are not nested. ``template``: structure of the model's return value;
+    None if the model returns what the last block returns. ``sizes``: for each input, the required size of each
+    dimension, with None for any size; empty if unknown. ``evaluates``: False for a model that was recorded in training
+    only. ``trains``: False for a model that was recorded in evaluation only.
     """
 
     blocks: tuple[Block, ...]
@@ -113,7 +115,7 @@ def transform(value: Any, change: Callable[[Any], Any], kinds: tuple[type, ...] 
     """Return the same nested containers with ``change`` applied to each leaf.
 
     Containers are tuples, lists, dicts and dataclasses. All other values are leaves, and so are instances of ``kinds``.
-    Named tuples, and dataclasses that are dicts (model outputs of transformers), keep their class.
+    Named tuples keep their class, and so do dataclasses that are dicts, such as the model outputs of transformers.
     """
     if isinstance(value, kinds):
         return change(value)
@@ -141,7 +143,7 @@ def transform(value: Any, change: Callable[[Any], Any], kinds: tuple[type, ...] 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield (path, leaf) for each leaf in nested containers, as :func:`transform` finds them.
 
-    A :class:`Field` in a path is a dataclass field.
+    A path lists the keys and indices that lead to the leaf. For a field of a dataclass it has a :class:`Field`.
     """
     if is_nest(value):
         for key, part in parts_of(value):
@@ -161,7 +163,7 @@ def is_nest(value: Any) -> bool:
 
 
 def parts_of(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (key, child) for the content of a container; nothing for any other value."""
+    """Yield (key or index, child) for the content of a container; nothing for any other value."""
     if isinstance(value, Mapping):
         yield from value.items()
     elif isinstance(value, list) or type(value) is tuple or _has_names(value):
@@ -179,8 +181,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def to_device(values: Any, device: torch.device) -> Any:
     """Return the same nested containers with the tensors on ``device``.
 
-    Copies from host to accelerator are asynchronous through pinned memory; later work on the current stream sees the
-    data.
+    Copies from host to accelerator are asynchronous, through pinned memory. Work that is enqueued on the current stream
+    afterwards waits for them.
     """
     return transform(
         values, lambda part: _on_device(part, device) if isinstance(part, Tensor) else part
@@ -203,7 +205,10 @@ def pinned(part: Tensor) -> Tensor:
 
 
 def comes_pinned(part: Tensor, device: torch.device) -> bool:
-    """Return whether moving ``part`` to ``device`` copies from host memory to an accelerator, so that pinning helps."""
+    """Return whether pinning ``part`` helps to move it to ``device``.
+
+    This is the case if ``part`` is a plain tensor in host memory and ``device`` is an accelerator.
+    """
     plain = part.layout is torch.strided and not part.is_nested and not part.is_quantized
     return device.type != "cpu" and part.is_cpu and plain
 
@@ -211,7 +216,7 @@ def comes_pinned(part: Tensor, device: torch.device) -> bool:
 def check_padded(what: str, values: Any) -> None:
     """Raise :class:`~parallax.errors.DataError` if ``values`` contain a PackedSequence or a nested tensor.
 
-    These cannot be split by rows as other tensors are. ``what`` is inputs or targets, for the message.
+    These cannot be split by rows as other tensors are. ``what`` is the word inputs or targets, for the message.
     """
 
     def check(part: Any) -> None:
@@ -244,9 +249,9 @@ def plain_rows(tensor: Tensor) -> Tensor:
 
 
 def with_own_storage(values: Any) -> Any:
-    """Return the same nested containers with a copy of each tensor that is a slice of a larger storage.
+    """Return the same nested containers, with a copy of each tensor that is a slice of a larger storage.
 
-    A slice that is saved for backward would otherwise keep the whole batch or data set alive.
+    A slice that autograd saves for backward would otherwise keep the whole batch or data set alive.
     """
     return transform(values, lambda part: part.clone() if _is_part(part) else part)
 
@@ -259,8 +264,9 @@ def _is_part(value: Any) -> bool:
 
 
 def module_repr(module: nn.Module) -> str | None:
-    """Return ``repr(module)``, or None if that raises an error because the
-    module prints values that it does not have yet.
+    """Return ``repr(module)``, or None if that raises an error.
+
+    The module's own code may print values that do not exist on the meta device.
     """
     try:
         return repr(module)
@@ -276,7 +282,8 @@ def can_require_grad(tensor: Tensor) -> bool:
 def in_dtype(kind: torch.dtype, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that a tensor of dtype ``kind`` gets in a model of ``dtype``.
 
-    Floating-point becomes ``dtype``, complex stays complex, and other dtypes are unchanged.
+    Floating-point dtypes become ``dtype``. Complex dtypes become complex128 if ``dtype`` is float64, otherwise
+    complex64. Other dtypes are unchanged.
     """
     if kind.is_complex:
         return torch.complex128 if dtype is torch.float64 else torch.complex64

@@ -1,16 +1,17 @@
 """Weight the losses of micro-batches so that they add up to the loss of the whole batch.
 
-The usual cross-entropy is a mean over *counted* targets: targets equal to ``ignore_index`` (-100) do not count, and
-others may count with a class weight. A micro-batch with few counted targets must weigh less, or the loss of a split
-batch differs from that of the whole. A user's loss calls ``torch.nn.functional.cross_entropy`` somewhere, and models of
-transformers with ``labels`` among their inputs call it in their forward; neither reports the number of counted targets.
+The usual cross-entropy is a mean over *counted* targets. Targets equal to ``ignore_index`` (-100) do not count, and
+others may count with a class weight. A micro-batch with few counted targets must have a small weight. Otherwise the
+loss of a split batch would differ from that of the whole batch.
 
-So the first call of a loss is watched for calls of cross-entropy. If the loss returns the result of exactly one such
-call, the counted targets of other rows are found by calling the loss again with the targets of these rows and
-placeholders for the outputs, and stopping when it calls cross-entropy. If the model itself returns the loss, its labels
-are found by comparing this loss with the cross-entropy of the model's scores and each integer input, row by row.
+The number of counted targets is not known in two cases: a user's loss calls ``torch.nn.functional.cross_entropy``
+somewhere, or a transformers model with ``labels`` among its inputs calls it in its forward. So the first call of a loss
+is observed. If the loss returns the result of exactly one cross-entropy call, the counted targets of other rows are
+found as follows: the loss is called again with the targets of these rows and placeholders for the outputs, and is
+stopped when it calls cross-entropy. If the model itself returns the loss, its labels are found by comparing this loss
+with the cross-entropy of the model's scores and each integer input, row by row.
 
-Only ratios matter: the weight of some rows is their number times the fraction of their targets that count.
+Only ratios of weights matter. The weight of some rows is their number times the fraction of their targets that count.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from parallax.model.block import tensors_in, transform
 from parallax.model.losses import call_loss
 
 _ARGUMENTS = "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"
-"""The arguments of both functions that are means over counted targets."""
+"""The arguments of F.cross_entropy and F.nll_loss, both of which are means over counted targets."""
 _MOST_ELEMENTS = 2**26  # in the outputs of the two rows that are compared
 _SAME, _SAME_HALF = 1e-4, 1e-2  # relative difference between two computations of one loss
 
@@ -37,7 +38,7 @@ AnyLoss = Callable[[Any, Any], Tensor]
 
 
 class BatchRows(Protocol):
-    """The interface to rows of a batch, by index."""
+    """The interface that returns rows of a batch by index."""
 
     def inputs(self, start: int, stop: int) -> Any:
         """Return the model inputs of rows [start, stop)."""
@@ -47,12 +48,12 @@ class BatchRows(Protocol):
 
 
 class _CountingRule(Protocol):
-    """The interface of a rule that counts the targets of given rows."""
+    """The interface of a rule that weights rows by their counted targets."""
 
     def row_weight(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
         """Return the weight of rows [low, high) in the batch's loss.
 
-        ``results`` is the model's return value for ``few`` rows, which need not be rows [low, high).
+        ``results`` is the model's return value for any ``few`` rows, not necessarily rows [low, high).
         """
 
 
@@ -70,7 +71,8 @@ class Counting:
     def value(self, results: Any, targets: Any, inputs: Callable[[], Any]) -> Tensor:
         """Return the loss for ``results``, the model's return value for ``inputs()``.
 
-        The first call also determines which targets count, and raises an error for several losses.
+        The first call also determines how the loss counts its targets. That call raises an error if ``loss`` returns
+        several losses.
         """
         if self._observed:
             return call_loss(self._loss, results, targets)
@@ -94,10 +96,10 @@ class Counting:
         return value
 
     def scored(self, results: Any, targets: Any, inputs: Callable[[], Any]) -> tuple[Any, Any]:
-        """Return the model's outputs and the targets that belong to them.
+        """Return the model's outputs and the corresponding targets.
 
-        If the model computes its loss from labels among its ``inputs()``, return its scores and these labels, shifted
-        by one if each score predicts the next label.
+        If the model computes its loss from labels among its ``inputs()``, return its scores and these labels instead.
+        They are shifted by one if each score predicts the next label.
         """
         if not isinstance(self._rule, _LabelRule):
             return results, targets
@@ -124,8 +126,8 @@ class Counting:
         """Return the weight of rows [low, high). Their share of the batch's loss is this weight over the weight of all
         rows.
 
-        ``results`` is the model's return value for ``few`` rows. If no counting rule is known, the weight is the number
-        of rows.
+        ``results`` is the model's return value for any ``few`` rows. If no counting rule is known, the weight is the
+        number of rows.
         """
         if self._rule is None:
             return float(high - low)
@@ -133,20 +135,20 @@ class Counting:
 
 
 class RowMeanCheck:
-    """Checks once whether an unknown loss is the mean over its rows although some targets are masked (negative
-    integers).
+    """Checks once whether a loss with masked targets (negative integers) is the mean over its rows.
 
-    It compares the row with the fewest masked targets and the row with the most, in the first micro-batch in which
-    these numbers differ.
+    The check is for losses whose way of counting is unknown. It compares the row with the fewest masked targets and the
+    row with the most, in the first micro-batch in which these numbers differ.
     """
 
     def __init__(self, loss: AnyLoss) -> None:
         self._loss, self._seen = loss, False
 
     def difference(self, results: Any, few: int, targets: Any) -> str:
-        """Return a text on how the loss of two rows differs from the mean of their separate losses; '' if it does not.
+        """Return a text on how the loss of two rows differs from the mean of their separate losses.
 
-        ``results`` are the outputs of ``few`` rows, and ``targets`` the targets of these or of other rows.
+        The text is empty if these are equal, or cannot be compared. ``results`` are the outputs of ``few`` rows, and
+        ``targets`` the targets of these rows or of others.
         """
         rows = None if self._seen else _masked_unevenly(targets)
         elements = sum(each.numel() for each in tensors_in(results))
@@ -177,7 +179,9 @@ class RowMeanCheck:
 
 
 def _masked_unevenly(targets: Any) -> list[int] | None:
-    """Return the row with the fewest and the row with the most negative targets; None if all rows have equally many."""
+    """Return the indices of the rows with the fewest and with the most negative targets; None if these numbers are
+    equal.
+    """
     for each in tensors_in(targets):
         if each.is_floating_point() or each.is_complex() or each.dim() < 1 or len(each) < 2:
             continue
@@ -188,9 +192,10 @@ def _masked_unevenly(targets: Any) -> list[int] | None:
 
 
 def _rows_of(value: Any, few: int, chosen: list[int]) -> Any:
-    """Return the ``chosen`` rows of the tensors in nested containers. An index is taken modulo the number of rows.
+    """Return nested containers with only the ``chosen`` rows of each tensor.
 
-    With ``few``, tensors of another length are returned whole.
+    An index of a row is taken modulo the tensor's number of rows. If ``few`` is not 0, a tensor whose length is not
+    ``few`` is returned whole.
     """
 
     def change(part: Any) -> Any:
@@ -202,7 +207,7 @@ def _rows_of(value: Any, few: int, chosen: list[int]) -> Any:
 
 
 class _TargetsCounted(Exception):
-    """Raised to stop a loss when it calls cross-entropy. ``counted`` is the number of targets that count."""
+    """Raised inside a loss to stop it when it calls cross-entropy. ``counted`` is the number of targets that count."""
 
     def __init__(self, counted: float) -> None:
         super().__init__()
@@ -210,9 +215,9 @@ class _TargetsCounted(Exception):
 
 
 class _Observer(TorchFunctionMode):
-    """Records the cross-entropies that run in its context.
+    """Records the calls of cross-entropy in its context.
 
-    With ``only_counts`` the first cross-entropy raises :class:`_TargetsCounted` with the number of targets.
+    With ``only_counts`` the first call raises :class:`_TargetsCounted` with the number of counted targets.
     """
 
     def __init__(self, *, only_counts: bool = False) -> None:
@@ -239,7 +244,7 @@ class _Observer(TorchFunctionMode):
         return found
 
     def means(self, value: Any) -> bool:
-        """Return whether exactly one cross-entropy has run, is a mean, and returned ``value``."""
+        """Return whether cross-entropy was called exactly once, computed a mean, and returned ``value``."""
         if len(self._results) != 1 or not isinstance(value, Tensor):
             return False
         found = self._results[0]
@@ -249,7 +254,7 @@ class _Observer(TorchFunctionMode):
 
 
 def _counted(named: Mapping[str, Any]) -> float:
-    """Return the divisor of a mean cross-entropy with the arguments ``named``."""
+    """Return the number by which a mean cross-entropy with the arguments ``named`` divides its sum."""
     target, weight = named["target"], named.get("weight")
     if target.is_floating_point():  # probabilities of classes
         return target.numel() / named["input"].shape[1 if named["input"].dim() > 1 else 0]
@@ -262,14 +267,14 @@ def _counted(named: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class _CrossEntropyRule:
-    """Counts targets by calling ``loss`` until it calls cross-entropy."""
+    """A rule that counts targets by calling ``loss`` until the loss calls cross-entropy."""
 
     loss: AnyLoss
 
     def row_weight(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
         """Return the number of rows times the fraction of their targets that the loss counts.
 
-        The loss is called on outputs without values: meta tensors, or expanded zeros if it needs values.
+        The loss is called with placeholders for the outputs: meta tensors, or expanded zeros if the loss needs values.
         """
         rows, targets = high - low, batch.targets(low, high)
         size = sum(each.numel() for each in tensors_in(targets)) or rows
@@ -291,24 +296,24 @@ class _CrossEntropyRule:
 
 @dataclass(frozen=True)
 class _LabelRule:
-    """Counts the labels that are not negative among a model's inputs.
+    """A rule that counts the labels among a model's inputs. Negative labels do not count.
 
-    ``place`` is the index of the label tensor. ``shifted``: each score predicts the next label, so a row's first label
-    does not count.
+    ``place`` is the index of the label tensor among the inputs. ``shifted``: each score predicts the next label, so a
+    row's first label does not count.
     """
 
     place: int
     shifted: bool
 
     def row_weight(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
-        """Return the number of rows times the fraction of their labels that are not ignored."""
+        """Return the number of rows times the fraction of their labels that count."""
         del results, few
         labels = list(tensors_in(batch.inputs(low, high)))[self.place]
         kept = (labels[..., 1:] if self.shifted else labels) >= 0
         return (high - low) * float(kept.sum()) / labels.numel()
 
     def scored(self, results: Any, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the scores and the labels that belong to them."""
+        """Return the scores and the corresponding labels."""
         labels = inputs[self.place]
         scores = next(
             each
@@ -319,10 +324,10 @@ class _LabelRule:
 
 
 def _label_rule(value: Tensor, results: Any, inputs: Any) -> tuple[_LabelRule | None, bool]:
-    """Return a counting rule or None, and whether that result is certain.
+    """Return a rule that counts the labels among ``inputs``, and whether the result is certain.
 
-    The rule counts the labels among ``inputs`` if the loss ``value`` is a mean over them. The result is uncertain if no
-    label counts.
+    The rule is None if the loss ``value`` is not the mean cross-entropy of ``results`` and any of the inputs. The
+    result is uncertain if no label counts in these inputs.
     """
     best, rule = _SAME_HALF if value.dtype.itemsize < 4 else _SAME, None
     scores = [each for each in tensors_in(results) if each.is_floating_point()]
@@ -342,9 +347,9 @@ def _label_rule(value: Tensor, results: Any, inputs: Any) -> tuple[_LabelRule | 
 
 
 def _mean(scores: Tensor, labels: Tensor, shifted: bool) -> float | None:
-    """Return the mean cross-entropy of ``labels``, or None if no label counts.
+    """Return the mean cross-entropy of ``scores`` and ``labels``, or None if no label counts.
 
-    It is computed row by row, because all rows at once would need as much memory as the scores again.
+    It is computed row by row, because computing all rows at once would need as much memory as the scores again.
     """
     total, counted = 0.0, 0
     with torch.no_grad():
@@ -361,10 +366,10 @@ def _mean(scores: Tensor, labels: Tensor, shifted: bool) -> float | None:
 
 
 def _blank(results: Any, few: int, rows: int, make: Callable[[Tensor, list[int]], Tensor]) -> Any:
-    """Return a stand-in for the model's outputs of ``rows`` rows.
+    """Return placeholders for the model's outputs of ``rows`` rows.
 
-    It has the structure of ``results``, the outputs of ``few`` rows. ``make(tensor, shape)`` returns each of its
-    tensors.
+    They have the structure of ``results``, the outputs of ``few`` rows. ``make(tensor, shape)`` returns the placeholder
+    for an output tensor.
     """
 
     def change(part: Any) -> Any:

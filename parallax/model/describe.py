@@ -1,10 +1,10 @@
 """Describe a module as a chain of blocks on the meta device, without allocating memory.
 
-The model is built once by its constructor, on the meta device (:mod:`parallax.model.construction`).
+The model's constructor runs once, on the meta device (:mod:`parallax.model.construction`).
 :mod:`parallax.model.materialise` creates the blocks of one stage with values.
 
 A parameter is identified by its name in the model. A block's module need not be part of the model, but it holds the
-model's own tensors, so names are found by object identity.
+model's own tensors, so a tensor's name is found by object identity.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ class Chain:
     """The blocks of a model in order.
 
     ``model`` is the whole model on the meta device. The blocks hold its tensors, and ``deferred`` creates their values.
-    ``ties`` maps the model-wide name of each parameter that several blocks share to its users, as ``(block index, name
-    inside the block)``, the first user first. ``nest``: paths of the tensors in nested inputs.
+    ``ties`` describes the parameters that are used several times. It maps the name in the model to the uses, each as
+    ``(block index, name inside the block)``, the first use first. ``nest``: paths of the tensors in nested inputs.
 
     ``weights``: a safetensors file, or a folder of such files, with initial values; None: the constructor creates all
-    values. ``layout``: how these files name and store the model's tensors. With ``partial_weights`` the files may lack
-    tensors, whose values the constructor then creates. ``base``: a text that identifies the source of the frozen
-    parameters, equal whenever the model is built; checkpoints then omit frozen parameters. Empty: checkpoints hold all
-    parameters.
+    values. ``layout``: how these files name and store the model's tensors. ``partial_weights``: the files may lack
+    tensors, whose values the constructor then creates.
 
-    ``whole_model``: the chain of training, if this one ends at the output of a module inside, or is divided otherwise
-    for a task of forwards; else None.
-    ``trains``: False for a chain that was recorded in evaluation alone.
+    ``base``: a text that identifies the source of the frozen parameters and is equal whenever the model is built.
+    Checkpoints of such a model omit its frozen parameters. If the text is empty, checkpoints hold all parameters.
+
+    ``whole_model``: the chain that is trained, if this chain ends at the output of an inner module, or has other blocks
+    for a task without training; otherwise None. ``trains``: False for a chain that was recorded in evaluation only.
     """
 
     deferred: DeferredModel = field(repr=False)
@@ -79,7 +79,7 @@ class Chain:
 
     @property
     def whole(self) -> Chain:
-        """The chain of all blocks of the model."""
+        """The chain that is trained, which has all blocks of the model."""
         return self.whole_model or self
 
     @property
@@ -87,9 +87,9 @@ class Chain:
         return self.deferred.model
 
     def fingerprint(self) -> str:
-        """Return a hash of structure, shapes and frozen parameters.
+        """Return a hash of the dtype, the blocks, the shapes of their tensors, ties and frozen parameters.
 
-        Models with equal hash have equal costs and names.
+        Chains with equal hashes have equal costs and names.
         """
         text = [str(self.dtype)]
         for block in self.blocks:
@@ -102,10 +102,10 @@ class Chain:
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     def structure(self) -> str:
-        """Return a hash of the modules, the names and shapes of weights, ties and frozen parameters.
+        """Return a hash of the model's modules, the names and shapes of its weights, ties and frozen parameters.
 
-        Unlike :meth:`fingerprint`, it is equal for one model in several number formats, whose recorded forwards may
-        differ.
+        Unlike :meth:`fingerprint`, it does not depend on the number format. The recorded blocks, which may differ
+        between number formats, are not part of it.
         """
         model = self.model
         text = [f"{name}: {type(module).__qualname__}" for name, module in model.named_modules()]
@@ -116,7 +116,7 @@ class Chain:
     def arguments(self, value: Any) -> tuple[Tensor, ...]:
         """Return the model's inputs as a tuple of tensors for the first block.
 
-        ``value``: a tensor, a sequence or mapping of tensors, or a value nested like the sample.
+        ``value``: a tensor, a sequence or mapping of tensors, or a nest with the structure of the sample.
         """
         found = self._tensors(value)
         for tensor, sizes in zip(found, self.sizes):
@@ -159,7 +159,7 @@ class Chain:
         return tuple(part for _, part in found)
 
     def results(self, outputs: tuple[Tensor, ...]) -> Any:
-        """Return the last block's outputs in the structure that the model returns, which the loss expects."""
+        """Return the last block's outputs in the structure of the model's return value, which the loss expects."""
         if self.template is not None:
             return rebuild(self.template, outputs)
         return outputs[0] if len(outputs) == 1 else outputs
@@ -176,9 +176,7 @@ class Chain:
 
     @cached_property
     def names(self) -> tuple[dict[str, str], ...]:
-        """For each block, a mapping from names inside the block to names in
-        the model, of parameters and persistent buffers.
-        """
+        """For each block, {name inside the block: name in the model} for parameters and persistent buffers."""
         found: dict[int, str] = {}
         for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
             found.setdefault(id(tensor), name)
@@ -207,18 +205,19 @@ def describe(
 ) -> Chain:
     """Build ``factory()`` on the meta device, partition it into blocks, and return the chain.
 
-    The first applicable source of blocks is used: the module paths in ``blocks``; the module's own ``blocks()``; the
-    children of an ``nn.Sequential``; the program of its ``forward``, recorded on fake tensors
-    (:mod:`parallax.model.recording`) and partitioned at boundaries of few bytes. ``sample(n)`` returns inputs of n
-    rows, of which only shape and dtype are used.
+    The blocks come from the first of these sources that applies: the module paths in ``blocks``; the model's method
+    ``blocks()``; the children of an ``nn.Sequential``; the model's forward, which is recorded on fake tensors
+    (:mod:`parallax.model.recording`) and partitioned at boundaries that few bytes cross. ``sample(n)`` returns inputs
+    of n rows, of which only shapes and dtypes are used. Raises :class:`DescribeError` with the lines to write if none
+    applies.
 
-    ``weights``: a safetensors file or a folder of them, with the model's names. With ``partial_weights`` they may lack
-    tensors, such as a new head, and hold others (:func:`~parallax.model.materialise.check_weights` lists both).
-    ``base``: see :class:`Chain`. ``layer``: a module of ``model.named_modules()``, at whose output the chain ends,
-    without the blocks after it; empty: at the model's. ``task``: for forwards alone, a model whose forward differs in
-    evaluation is recorded in evaluation; for an inference, attention layers that torch computes with a fused kernel are
-    not divided, so outputs have the bits of this kernel. Raises :class:`DescribeError` with the lines to write if no
-    source applies.
+    ``weights``: a safetensors file, or a folder of them, with the model's names. ``partial_weights``: the files may
+    lack tensors, such as those of a new head, and hold unused ones (:func:`~parallax.model.materialise.check_weights`
+    lists both). ``base``: see :class:`Chain`. ``layer``: the name of an inner module, at whose output the chain ends;
+    empty: the chain ends at the model's output. ``task`` may change how the forward is recorded. For a task without
+    training, a model whose forward differs in evaluation is recorded in evaluation. For inference, attention layers
+    that torch computes with one fused kernel are not divided, so that outputs are bit-identical to those of this
+    kernel.
     """
     deferred = deferred_init(factory, seed)
     model = deferred.model
@@ -253,7 +252,7 @@ def describe(
 
 
 def _ending(chain: Chain, partition: Partition) -> Chain:
-    """Return a chain of ``partition``, which holds the model of ``chain`` or a part of it."""
+    """Return a chain of the blocks in ``partition``, which are the model of ``chain`` or a part of it."""
     return replace(
         chain,
         blocks=partition.blocks,
@@ -274,7 +273,7 @@ def _partition(
     *,
     task: PlanTask = PlanTask.TRAINING,
 ) -> Partition:
-    """Return the blocks of the model, up to the output of ``layer`` if it is given."""
+    """Return the partition of the model into blocks, up to the output of ``layer`` if it is not empty."""
     model = deferred.model
     names = {id(module): name for name, module in model.named_modules()}
     modules = _named_blocks(model, blocks) if blocks else _own_blocks(model)
@@ -292,7 +291,10 @@ def _partition(
 
 
 def _blocks_to(layer: str, model: nn.Module, blocks: Sequence[Block]) -> tuple[Block, ...]:
-    """Return the blocks up to the one that has ``layer`` in it, which returns the output of ``layer``."""
+    """Return the blocks up to the one that contains the module ``layer``.
+
+    This last block returns the module's output.
+    """
     wanted = model.get_submodule(layer)
     for index, block in enumerate(blocks):
         for inner, part in block.module.named_modules():
@@ -306,8 +308,8 @@ def _blocks_to(layer: str, model: nn.Module, blocks: Sequence[Block]) -> tuple[B
 
 
 def _value(deferred: DeferredModel, dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """Return the real value of ``tensor``, a model tensor on the meta
-    device, as the model's constructor computes it.
+    """Return the real value of ``tensor``, a tensor of the model on the meta device, as the model's constructor
+    computes it.
     """
     alone = nn.Module()
     alone.register_buffer("value", tensor)
@@ -316,9 +318,10 @@ def _value(deferred: DeferredModel, dtype: torch.dtype, tensor: Tensor) -> Tenso
 
 
 def parameter_names(chain: Chain, indices: Iterable[int]) -> dict[str, tuple[int, str]]:
-    """Return {model-wide name: (block, name inside)} for the parameters and buffers of the blocks ``indices``.
+    """Return {name in the model: (block, name inside the block)} for the parameters and buffers of the blocks
+    ``indices``.
 
-    A shared tensor appears once.
+    A tensor that several of these blocks share appears once, with the first of them.
     """
     names: dict[str, tuple[int, str]] = {}
     for i in indices:
@@ -362,7 +365,7 @@ def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
 
 
 def _check_apart(names: Mapping[int, str], modules: Sequence[nn.Module]) -> None:
-    """Raise :class:`DescribeError` if a module is in two of the blocks that the user named."""
+    """Raise :class:`DescribeError` if a module is in two of the user-defined blocks ``modules``."""
     seen: dict[int, str] = {}
     for block in modules:
         for module in block.modules():
@@ -392,7 +395,7 @@ def _find_ties(model: nn.Module, blocks: Sequence[Block]) -> dict[str, tuple[tup
 
 
 def as_tuple(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return a block's inputs or outputs as a tuple of tensors."""
+    """Return a block's inputs or outputs as a tuple of tensors. Raises :class:`DescribeError` for other values."""
     if isinstance(value, PackedSequence):
         raise DescribeError(
             f"a block returned a PackedSequence, which stores its rows time step by time step: {RAGGED_HELP}"
@@ -407,7 +410,7 @@ def as_tuple(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _given(value: Any) -> tuple[Tensor, ...]:
-    """Return inputs as a tuple of tensors. Raises :class:`DescribeError` if one of them is no tensor."""
+    """Return a model's inputs as a tuple of tensors. Raises :class:`DescribeError` for other values."""
     parts = [value] if isinstance(value, Tensor) else value
     if isinstance(parts, tuple | list) and all(isinstance(part, Tensor) for part in parts):
         return tuple(parts)

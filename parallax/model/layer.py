@@ -1,6 +1,6 @@
-"""The output of one module inside a model, in place of the model's own outputs.
+"""Return the output of an inner module in place of the model's own outputs.
 
-A chain that ends at a module holds no later block. A module that one block calls is reached with a forward hook.
+A chain that ends at an inner module has no later blocks. A forward hook reads the module's output inside its block.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ WAY_OUT = "name another module, as model.named_modules() does"
 
 
 class LayerOutput(nn.Module):
-    """Runs ``module``, and returns the output of its part ``inner`` (empty: its own). ``flat``: as a tuple of tensors,
-    as blocks do. ``layer``: the part's name in the model, for messages."""
+    """Runs ``module``, and returns the output of its submodule ``inner`` (empty: the output of ``module``).
+
+    ``flat``: return the output as a tuple of tensors, as blocks do. ``layer``: the submodule's name in the model, for
+    messages.
+    """
 
     def __init__(self, module: nn.Module, inner: str, layer: str, *, flat: bool) -> None:
         super().__init__()
@@ -39,8 +42,11 @@ class LayerOutput(nn.Module):
 
 
 def layer_named(model: nn.Module, layer: str) -> str:
-    """Return the name of a module in ``model.named_modules()``, which lists a module with several names once. Raises
-    :class:`ConfigError` if there is none."""
+    """Return the name under which ``model.named_modules()`` lists the module ``layer``. A module may have several
+    names.
+
+    Raises :class:`ConfigError` if the model has no such module.
+    """
     names = dict(model.named_modules(remove_duplicate=False))
     if layer not in names:
         parts, hint = ", ".join(name for name, _ in model.named_children()), nearest(layer, names)
@@ -51,7 +57,9 @@ def layer_named(model: nn.Module, layer: str) -> str:
 
 
 def check_called(layer: str, count: int) -> None:
-    """Raise :class:`ConfigError` unless a forward has called the module once, so that it has one output."""
+    """Raise :class:`ConfigError` unless a forward has called the module ``layer`` exactly once, so that it has one
+    output.
+    """
     if count != 1:
         how_often = f"a forward calls it {count} times" if count else "no forward calls it"
         raise ConfigError(f"--layer {printable(layer)}: {how_often}; {WAY_OUT}")

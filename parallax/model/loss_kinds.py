@@ -1,8 +1,8 @@
 """The ``loss`` settings, and losses of torch.nn.functional computed as a sum and a separate divisor.
 
-A mean cannot be computed from the means of micro-batches whose numbers of counted targets differ: ignored targets and
-class weights change the divisor. So each loss here returns a sum, and ``count(targets)`` returns the divisor for any
-rows. The loss of the global batch is the sum over all micro-batches divided by the count of all targets.
+Ignored targets and class weights change the divisor of a mean. So the mean of a batch cannot be computed from the means
+of its micro-batches. Each loss here returns a sum instead, and ``count(targets)`` returns the divisor for any rows. The
+loss of the global batch is the sum over all micro-batches divided by the count of all targets.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ _OWN = ("input", "target", "size_average", "reduce")  # arguments that are not o
 
 @dataclass(frozen=True)
 class _TorchKind:
-    """A kind of loss in torch.
+    """A loss function of torch.
 
-    ``targets``: a class for each vector of scores, a number for each output (elements), or a vector of labels for each
-    vector of scores. ``vectors``: the options that are lists of numbers, one for each class or label.
+    ``targets``: classes, if there is one class for each vector of scores; elements, if there is one number for each
+    output; labels, if there is a vector of labels for each vector of scores. ``vectors``: the options that are lists of
+    numbers, one for each class or label.
     """
 
     function: Callable[..., Tensor]
@@ -41,7 +42,7 @@ class _TorchKind:
 
     @property
     def options(self) -> list[str]:
-        """Return the names of the options."""
+        """The names of the function's options."""
         names = inspect.signature(self.function).parameters
         return [n for n in names if n not in _OWN and (n != "weight" or n in self.vectors)]
 
@@ -72,11 +73,11 @@ LOSSES = (MODEL, *_KINDS, CUSTOM)
 class LossConfig:
     """The loss. It is computed over the whole global batch, however the batch is split.
 
-    ``name``: model is the model's own loss, or mean cross-entropy if it has none; custom is your own loss; all other
+    ``name``: model is the model's own loss, or mean cross-entropy if it has none; custom is your own loss. All other
     names are losses of torch.nn.functional, which expect class scores in the last dimension of the outputs or of their
-    ``logits``. ``target``: your own loss, for custom: a function (outputs, targets, ...), or a class whose objects are
-    such functions, as package.module:name. ``kwargs``: arguments of the function or class; for a loss of torch, its
-    keywords, such as ``weight`` (a list with a number for each class), ``ignore_index``, ``label_smoothing`` and
+    ``logits``. ``target``: your own loss for loss=custom, as package.module:name. It is a function (outputs, targets,
+    ...), or a class whose objects are such functions. ``kwargs``: arguments of your function or class, or options of
+    torch's loss, such as ``weight`` (a list with a number for each class), ``ignore_index``, ``label_smoothing`` and
     ``reduction``.
     """
 
@@ -105,19 +106,19 @@ class LossConfig:
 
     @property
     def ignore_index(self) -> int:
-        """The class of ignored targets."""
+        """The class index that marks ignored targets."""
         found = self.kwargs.get("ignore_index", _IGNORED)
         return found if isinstance(found, int) else _IGNORED
 
     @property
     def takes_classes(self) -> bool | None:
-        """Whether each target is the class of a vector of scores; None if this is unknown for a custom loss."""
+        """Whether each target is one class for a vector of scores. None if the loss is the model's own or custom."""
         kind = _KINDS.get(self.name)
         return None if kind is None else kind.targets == "classes"
 
     @property
     def takes_mixed_classes(self) -> bool:
-        """Whether float targets are probabilities of classes."""
+        """Whether floating-point targets are probabilities of classes."""
         return self.name == "cross_entropy"
 
     @property
@@ -127,7 +128,7 @@ class LossConfig:
 
 
 def check_classes(loss: str, scores: Tensor) -> None:
-    """Raise :class:`DescribeError` for scores of a single class, whose cross-entropy is 0 whatever they are."""
+    """Raise :class:`DescribeError` if ``scores`` have a single class, because then the cross-entropy is always 0."""
     if scores.dim() > 1 and scores.shape[-1] == 1:
         raise DescribeError(
             f"{loss}: the model's scores have shape {list(scores.shape)}, a single class, for which the loss is always "
@@ -137,9 +138,9 @@ def check_classes(loss: str, scores: Tensor) -> None:
 
 
 class TorchLoss:
-    """The loss ``name`` of torch.nn.functional with the keywords ``kwargs``, as a sum.
+    """The loss ``name`` of torch.nn.functional with the keywords ``kwargs``, as a sum instead of a mean.
 
-    The sum is over the targets that :meth:`count` counts.
+    :meth:`count` returns the divisor that makes a mean of the sum.
     """
 
     def __init__(self, name: str, kwargs: Mapping[str, Any]) -> None:
@@ -172,7 +173,7 @@ class TorchLoss:
         )
 
     def count(self, targets: Any) -> float:
-        """Return the divisor of the loss for rows with these ``targets``."""
+        """Return the number by which the sum over rows with these ``targets`` is divided."""
         if self._reduction == "sum" or not isinstance(targets, Tensor):
             return 1.0
         if self._reduction == "batchmean":
@@ -211,10 +212,10 @@ class TorchLoss:
             ) from error
 
     def _compare_with_own(self, own: Any, scores: Tensor, targets: Tensor) -> bool:
-        """Return whether scores and targets are known to belong together.
+        """Return whether each score is known to belong to the target at the same position.
 
-        Raises :class:`DescribeError` if the model's ``own`` loss, from labels among its inputs, pairs each score with
-        the next target, as in causal models.
+        Raises :class:`DescribeError` if the model's ``own`` loss, computed from labels among its inputs, pairs each
+        score with the next target, as in causal models.
         """
         if not isinstance(own, Tensor) or scores.dim() != 3 or targets.shape != scores.shape[:2]:
             return True
@@ -236,7 +237,7 @@ class TorchLoss:
         return not next_label and not math.isnan(mine)  # as if no label counts
 
     def _counted(self, targets: Tensor) -> float:
-        """Return the number of classes that are not ignored, each counted with its weight."""
+        """Return the number of targets that are not ignored, each counted with the weight of its class."""
         kept = targets != self._ignored
         if "weight" not in self._vectors:
             return float(kept.sum())
@@ -250,7 +251,7 @@ class TorchLoss:
         return float(weight[classes].sum())
 
     def _matched(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scores and targets in the shapes and dtypes that torch's function expects."""
+        """Return scores and targets in the shapes and dtypes that torch's loss function expects."""
         kind = self._kind.targets
         if scores.dim() > 1 and kind != "elements":
             same = targets.shape == scores.shape
@@ -278,9 +279,9 @@ class TorchLoss:
         )
 
     def _on_device(self, scores: Tensor) -> dict[str, Tensor]:
-        """Return the list options as tensors on the device of ``scores``.
+        """Return the options that are lists of numbers as tensors on the device of ``scores``.
 
-        They are copied once to each device. Copies without values (on the meta device) are not cached.
+        The tensors are cached for each device and dtype, except tensors without values, on the meta device.
         """
         key, plain = (scores.device, scores.dtype), type(scores) is Tensor
         found = self._copies.get(key) if plain else None
@@ -301,7 +302,7 @@ class TorchLoss:
 
 
 def _length(key: str, values: Any) -> int:
-    """Return the length of ``values``. Raises :class:`ConfigError` if they are not a list of numbers."""
+    """Return the length of the list ``values``. Raises :class:`ConfigError` if ``values`` is not a list of numbers."""
     plain = isinstance(values, list) and all(
         isinstance(each, int | float) and not isinstance(each, bool) for each in values
     )

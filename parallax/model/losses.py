@@ -1,4 +1,4 @@
-"""Call a user's loss, and raise errors for return values that cannot be trained with."""
+"""Call a user's loss, and raise an error if training with its return value is impossible."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def call_loss(
 ) -> Tensor:
     """Return the loss of some rows.
 
-    Raises :class:`DescribeError` if it is not a tensor of one element, or if it uses parameters or buffers of the
-    model, which have no values in this process. ``alone``: also raise an error for a tuple of several losses, which are
-    detected by a search of their autograd graphs.
+    Raises :class:`DescribeError` if the loss is not a tensor of one element, or if the loss function uses parameters or
+    buffers of the model, which have no values in this process. ``alone``: also raise an error if the function returns a
+    tuple of several losses. They are detected by searching their autograd graphs, which takes time.
     """
     try:
         returned = loss(outputs, targets)
@@ -54,7 +54,7 @@ def call_loss(
 
 
 def _wrong_classes(error: Exception, scores: Any, targets: Any) -> DataError:
-    """Return the error for targets that are no classes of the model's ``scores``."""
+    """Return the error for ``targets`` that are not classes of ``scores``."""
     shapes = [
         f"{name} have shape {tuple(each.shape)} and type {str(each.dtype).removeprefix('torch.')}"
         for name, each in (("outputs", scores), ("targets", targets))
@@ -69,8 +69,8 @@ def _wrong_classes(error: Exception, scores: Any, targets: Any) -> DataError:
 
 
 def check_loss(loss: Callable[[Any, Any], Any]) -> None:
-    """Raise :class:`DescribeError` if the loss has trainable parameters,
-    because only those of the model are trained.
+    """Raise :class:`DescribeError` if the loss has trainable parameters, because only the model's parameters are
+    trained.
     """
     inner = loss.func if isinstance(loss, partial) else loss
     named = inner.named_parameters() if isinstance(inner, nn.Module) else ()
@@ -90,7 +90,7 @@ def scores_of(outputs: Any) -> Any:
 
 
 def _first(found: Any) -> Any:
-    """Return the loss tensor in a returned dict, tuple or model output."""
+    """Return the loss tensor in the return value of a loss: a dict, a tuple, a model output or the tensor itself."""
     if isinstance(found, Mapping) and "loss" in found:
         return found["loss"]
     if isinstance(found, tuple | list) and found:
@@ -101,7 +101,7 @@ def _first(found: Any) -> Any:
 def _check_one_loss(returned: Any) -> None:
     """Raise :class:`DescribeError` for a tuple of several losses that a training loop would minimise separately.
 
-    Parts of the first loss, and numbers computed from it, are accepted.
+    Accepted are further numbers that are parts of the first loss or are computed from it.
     """
     first, *others = returned if isinstance(returned, tuple | list) else (returned,)
     for other in others:
@@ -128,9 +128,9 @@ def _graph(tensor: Tensor) -> set[Any]:
 
 
 def _names_on_meta(loss: Any) -> list[str]:
-    """Return the names of the loss's parameters and buffers that are on the meta device.
+    """Return the names of the parameters and buffers on the meta device that the loss can use.
 
-    They belong to the loss itself if it is a module, or to the module whose method the loss is.
+    They belong to the loss if it is a module, or to the module of which the loss is a method.
     """
     module = loss if isinstance(loss, nn.Module) else getattr(loss, "__self__", None)
     if not isinstance(module, nn.Module):

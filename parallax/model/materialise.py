@@ -1,7 +1,7 @@
 """Create the blocks of one stage with initialized parameters, so that each process holds only its own stage.
 
-Values are those that the model's own constructor creates (:mod:`parallax.model.construction`), computed for the stage's
-tensors only and equal under every plan. Weights from a file replace them, block by block.
+The values are those that the model's own constructor creates (:mod:`parallax.model.construction`). They are computed
+for the stage's tensors only, and are equal under every plan. Weights from files replace them, block by block.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from parallax.model.pretrained import tied_names
 
 
 def materialise(chain: Chain, start: int, stop: int, device: torch.device) -> list[nn.Module]:
-    """Return blocks ``start`` to ``stop`` (exclusive) with initialized parameters on ``device``."""
+    """Return the blocks ``start`` to ``stop`` − 1 with initialized parameters on ``device``."""
     return list(materialise_each(chain, range(start, stop), device))
 
 
 def materialise_each(
     chain: Chain, indices: Iterable[int], device: torch.device
 ) -> Iterator[nn.Module]:
-    """Yield the blocks ``indices``, in ascending order, with initialized parameters, one at a time.
+    """Yield the blocks ``indices``, which ascend, with initialized parameters, one at a time.
 
-    So all blocks need not fit in memory at once. Values are created on the CPU, so that they depend neither on the plan
-    nor on the device. A parameter that several of the blocks share is one parameter.
+    So the blocks need not all fit in memory at once. Values are created on the CPU, so that they depend neither on the
+    plan nor on the device. A parameter that several of these blocks share is the same Parameter object in all of them.
     """
     weights = CheckpointWeights(chain.weights, chain.layout) if chain.weights else None
     aliases = tied_names(chain.model)
@@ -64,10 +64,10 @@ def materialise_each(
 
 
 def _check_values(chain: Chain, index: int, block: nn.Module, saved: Mapping[str, str]) -> None:
-    """Raise :class:`CheckpointError` if a trained parameter is NaN or infinite.
+    """Raise :class:`CheckpointError` if a trained parameter contains NaN or Inf.
 
     Training would diverge, and no checkpoint may hold such values. Frozen parameters may be infinite, as masks are.
-    ``saved`` maps names to names in weight files.
+    ``saved`` maps names inside the block to names in the weight files.
     """
     state = block.state_dict(keep_vars=True)
     for inner, name in chain.names[index].items():
@@ -92,9 +92,10 @@ def _check_values(chain: Chain, index: int, block: nn.Module, saved: Mapping[str
 
 @contextlib.contextmanager
 def _same_parameters(device: torch.device) -> Iterator[None]:
-    """A context in which ``module.to(device)`` keeps Parameter objects.
+    """A context in which ``module.to(device)`` keeps the Parameter objects of a module.
 
-    For some device types torch creates one new parameter per name, which would break ties.
+    For some device types torch creates a new parameter for each name instead, so that tied parameters would be
+    separated.
     """
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(swaps or not _keeps_parameters(device))
@@ -112,9 +113,11 @@ def _keeps_parameters(device: torch.device) -> bool:
 
 
 def check_weights(chain: Chain) -> list[str]:
-    """Return one line for each kind of tensor that is missing in the weight files of ``chain`` or is not in the model.
+    """Return a line about tensors that the weight files of ``chain`` lack, and a line about unused tensors in these
+    files.
 
-    Raises :class:`CheckpointError` if the files do not belong to the model.
+    Each line is left out if there are no such tensors. Raises :class:`CheckpointError` if the files do not belong to
+    the model.
     """
     if chain.weights is None:
         return []

@@ -1,14 +1,14 @@
 """Number formats of parameters, matrix products, boundary tensors and the optimizer.
 
-Half the bits double the speed and halve the bytes, with two disadvantages: a two-byte weight is too coarse for small
-updates, and small fp16 gradients underflow to zero. So updates are made on full-precision master copies, and the loss
-is scaled to keep gradients in range (Micikevicius et al. 2018, "Mixed Precision Training", sections 3.1 and 3.2).
+Half the bits double the speed and halve the bytes. But a two-byte weight is too coarse for small updates, and small
+fp16 gradients underflow to zero. So updates are made on full-precision master copies, and the loss is scaled to keep
+gradients in range (Micikevicius et al. 2018, "Mixed Precision Training", sections 3.1 and 3.2).
 
 ====================  ===========  ==================================================================
 ``parameters``        ``compute``  meaning
 ====================  ===========  ==================================================================
 fp32                  fp32         single precision throughout
-fp32                  tf32         the same, factors of matrix products shortened to 19 bits on a GPU
+fp32                  tf32         single precision, but matrix products on a GPU use 19 bits of each factor
 fp32                  bf16, fp16   autocast: full-precision weights, cast for each matrix product
 bf16, fp16            the same     mixed precision: full-precision master copies in the optimizer only
 fp64                  fp64         double precision, to compare plans without rounding noise
@@ -72,33 +72,33 @@ class PrecisionConfig:
 
     @property
     def masters(self) -> str:
-        """The dtype in which the optimizer updates weights: that of the parameters, or of the master copies if there
-        are any.
+        """The name of the dtype in which the optimizer updates weights.
 
-        A run can resume in any number format with the same dtype of masters.
+        It is the dtype of the master copies or, without them, of the parameters. A run can resume in any number format
+        in which this dtype is the same.
         """
         return "fp32" if self.parameters in _SHORT else self.parameters
 
     @property
     def boundary_dtype(self) -> torch.dtype | None:
-        """The dtype in which floating-point tensors are sent between stages.
+        """The dtype in which stages exchange floating-point tensors; None means each tensor's own dtype.
 
-        It is the dtype of matrix products if that has two bytes; None means each tensor's own dtype.
+        It is the dtype of matrix products if that has two bytes, otherwise None.
         """
         return DTYPES[self.compute] if self.compute in _SHORT else None
 
     def autocast(self, device_type: str) -> contextlib.AbstractContextManager[object]:
-        """Return the autocast context for forwards of blocks and loss."""
+        """Return the autocast context in which blocks and loss run forward."""
         if self.compute in (self.parameters, "tf32"):
             return AS_IT_IS
         return torch.autocast(device_type, dtype=DTYPES[self.compute])
 
     @contextlib.contextmanager
     def products(self) -> Iterator[None]:
-        """A context for matrix products, forward and backward.
+        """A context in which forward and backward run, so that matrix products have the configured precision.
 
-        For tf32 it sets torch's process-wide precision and restores it on exit; on a CPU without tf32 this has no
-        effect. Other formats change nothing.
+        For tf32 the context sets torch's process-wide precision, and restores it on exit. On a CPU without tf32 this
+        has no effect. For all other formats the context is a no-op.
         """
         if self.compute != "tf32":
             yield
@@ -114,9 +114,7 @@ class PrecisionConfig:
             convolutions.allow_tf32 = before[1]
 
     def __str__(self) -> str:
-        """Return the name of the planner's recipe for this precision
-        (:data:`parallax.plan.analytic.recipe.RECIPES`).
-        """
+        """Return this precision's name among the planner's recipes (:data:`parallax.plan.analytic.recipe.RECIPES`)."""
         if self.compute in (self.parameters, "tf32"):
             return self.compute
         return f"{self.parameters}+{self.compute} autocast"

@@ -1,4 +1,4 @@
-"""Read weight files inside a constructor, so that later initializers see the loaded values."""
+"""Load weight files inside a model's constructor, so that later initializers see the loaded values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger("parallax")
 
 
 def layout_of(model: nn.Module) -> FileLayout:
-    """Return the layout of weight files for ``model``."""
+    """Return the object that describes how weight files store the tensors of ``model``."""
     return PretrainedLayout(model) if is_pretrained(model) else OwnLayout()
 
 
@@ -27,8 +27,9 @@ def read_weights(
 ) -> None:
     """Load the safetensors file or folder at ``path`` into ``model``, except the tensors ``without``.
 
-    With ``incomplete`` the files may lack parts such as a new head. In a recorded constructor nothing is read yet: each
-    stage reads its own tensors later. Raises :class:`CheckpointError` if the files do not belong to this model.
+    ``incomplete``: the files may lack parts such as a new head. In a constructor that is being recorded, no values are
+    read yet: each stage reads its own tensors later. Raises :class:`CheckpointError` if the files do not belong to this
+    model.
     """
     with without_function_modes(), without_operator_modes():
         weights = CheckpointWeights(path, layout_of(model))
@@ -48,7 +49,7 @@ def read_weights(
 
 
 def mismatched_shapes(model: nn.Module, path: Path, names: Collection[str]) -> list[str]:
-    """Return the tensors in ``names`` whose shape in the files at ``path`` differs from the shape in ``model``."""
+    """Return those of ``names`` whose tensor has another shape in the files at ``path`` than in ``model``."""
     with without_function_modes(), without_operator_modes():
         shapes = CheckpointWeights(path, layout_of(model)).shapes()
         state = model.state_dict(keep_vars=True)
@@ -62,7 +63,7 @@ def log_once(line: str) -> None:
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:
-    """Return {first name: other names} for each shared parameter or buffer."""
+    """Return {first name: other names} for each parameter or buffer that has several names in ``model``."""
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)

@@ -23,8 +23,10 @@ is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 """Whether a tensor is a wrapper of torch.func (vmap, grad), which has no memory of its own."""
 
 operation_number = _get_sequence_nr
-"""The number of operators that this thread has recorded for backward; tensors saved by one operator see the same
-number."""
+"""Returns the number of operators that this thread has recorded for backward.
+
+It is equal for all tensors that one operator saves.
+"""
 
 
 def in_backward() -> bool:
@@ -33,14 +35,14 @@ def in_backward() -> bool:
 
 
 class OperatorMode(TorchDispatchMode):
-    """A TorchDispatchMode, a context that intercepts every operator, without torch's import of its compiler.
+    """A TorchDispatchMode, which intercepts every operator in its context, that does not import torch's compiler.
 
-    Torch excludes such modes from compilation and imports the compiler for that, which takes a second. If nothing has
-    imported the compiler, this class skips that step.
+    Torch excludes the code of such modes from compilation, and imports the compiler for that, which takes a second.
+    This class skips that step as long as nothing else has imported the compiler.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """At each call, choose between the subclass's ``__torch_dispatch__`` and torch's wrapper of it."""
+        """Let each call choose between the subclass's own ``__torch_dispatch__`` and torch's wrapper of it."""
         plain = cls.__torch_dispatch__
         super().__init_subclass__(**kwargs)
         wrapped = cls.__torch_dispatch__
@@ -52,10 +54,10 @@ class OperatorMode(TorchDispatchMode):
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Return ``function`` itself, excluded from compilation together with the functions that it calls.
+    """Return ``function`` itself, after excluding it and the functions that it calls from torch.compile.
 
-    It must be a Python function. ``torch.compiler.disable`` has the same effect, but adds eight calls each time and
-    imports the compiler.
+    ``function`` must be a Python function. ``torch.compiler.disable`` has the same effect, but adds eight Python calls
+    to each call, and imports the compiler.
     """
     _run_as(function.__code__, "SKIP")
     return function
@@ -65,10 +67,10 @@ _KEPT_PLAIN: Counter[CodeType] = Counter()
 
 
 def keep_plain(function: Callable[..., Any]) -> Callable[[], None]:
-    """Exclude ``function`` and the functions that it calls from compilation until the returned function is called.
+    """Exclude ``function`` and the functions that it calls from torch.compile, until the returned function is called.
 
-    This also works if the user has already passed it to ``torch.compile``. All functions that share its code object are
-    affected.
+    This also works if the user has already passed ``function`` to ``torch.compile``. It affects all functions that
+    share its code object.
     """
     code, once = function.__code__, [True]
     _KEPT_PLAIN[code] += 1
@@ -93,7 +95,7 @@ without_operator_modes = torch._C._DisableTorchDispatch
 """A context that disables all dispatch modes."""
 
 as_plain_tensors = torch._C.DisableTorchFunctionSubclass
-"""A context that disables ``__torch_function__`` of tensor subclasses, but no function modes."""
+"""A context that disables ``__torch_function__`` of tensor subclasses, but not the function modes."""
 
 without_function_modes = torch._C.DisableTorchFunction
 """A context that disables all function modes and ``__torch_function__``."""
@@ -106,13 +108,13 @@ multiply_each = torch._foreach_mul_
 norm_of_each = torch._foreach_norm
 sign_of_each = torch._foreach_sign_
 zero_each = torch._foreach_zero_
-"""Multi-tensor operators: one operation on a list of tensors of one type and device, in few kernels."""
+"""These multi-tensor operators apply one operation to a list of tensors of one dtype and device, in few kernels."""
 
 negated = torch._neg_view
-"""The negating view of a tensor, as in the imaginary part of a conjugate."""
+"""Returns a view of a tensor whose values read as negated, such as the imaginary part of a conjugate."""
 
 as_class = Tensor._make_subclass
-"""Make a tensor of a subclass without calling the subclass's constructor."""
+"""Returns a tensor as an instance of a subclass, without calling the subclass's constructor."""
 
 
 _TENSOR: Any = Tensor
@@ -162,30 +164,32 @@ METADATA: frozenset[Any] = frozenset(
         _TENSOR._backward_hooks.__set__,
     ]
 )
-"""Torch functions that use properties of a tensor, but not its values."""
+"""Torch functions that use only properties of a tensor, not its values."""
 
 
 def storage_references(storage: torch.UntypedStorage) -> int:
-    """Return one more than the number of tensors that share ``storage``."""
+    """Return torch's reference count of ``storage``: one more than the number of tensors that share it."""
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Return whether a tensor saved by autograd, an alias or an array shares the memory of ``tensor``."""
+    """Return whether autograd, another tensor or a numpy array refers to ``tensor`` or its memory."""
     uses: int = tensor._use_count()  # type: ignore[attr-defined]
     return uses > 1 or storage_references(tensor.untyped_storage()) > 2
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether calls of ``module`` run code of ``torch.compile``."""
+    """Return whether a call of ``module`` runs code compiled by ``torch.compile``."""
     dynamo: Any = sys.modules.get("torch._dynamo")
     wrapped = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
     return wrapped or module._compiled_call_impl is not None
 
 
 def count_as_plain(kind: type[Tensor]) -> None:
-    """Make ``torch.nn.utils`` treat lists of tensors of the class ``kind`` like lists of plain tensors."""
+    """Make ``torch.nn.utils`` use multi-tensor operators for lists of tensors of the class ``kind``, as for plain
+    tensors.
+    """
     _foreach_supported_types.append(kind)
 
 
@@ -196,10 +200,10 @@ def current_node() -> int | None:
 
 
 class NestedSizes:
-    """Repeats the symbols that torch assigns to the row lengths of nested tensors.
+    """Makes a recomputed forward use the same symbols for the row lengths of nested tensors as the first forward.
 
-    Torch numbers these symbols with a counter. A recomputed forward must start from the same count, otherwise its saved
-    tensors would not match.
+    Torch numbers these symbols with a counter. With another start value, the tensors saved in the recomputed forward
+    would not match those of the first.
     """
 
     def __init__(self) -> None:
@@ -207,7 +211,10 @@ class NestedSizes:
 
     @contextmanager
     def repeat(self) -> Iterator[None]:
-        """A context in which the counter starts from the value that it had in the first run."""
+        """A context for a forward.
+
+        The counter starts from the value that it had when this context was first entered.
+        """
         counts: Any = sys.modules.get("torch.nested._internal.nested_tensor")
         now = counts._tensor_id_counter if counts is not None else 0
         if self._first is None:
@@ -225,8 +232,8 @@ class NestedSizes:
 def _metadata(tensor: Tensor) -> dict[str, Any]:
     """Return the metadata of a saved tensor that a recomputed forward must reproduce.
 
-    Row lengths of a jagged nested tensor are new symbols in each forward, and a strided nested tensor has no symbols.
-    So for a nested tensor, only the numbers of dimensions and elements are compared.
+    For a nested tensor, these are only the numbers of dimensions and elements. Its row lengths are new symbols in each
+    forward if it is jagged, and no symbols if it is strided.
     """
     nested = tensor.is_nested
     shape = (tensor.dim(), tensor.numel()) if nested else tensor.shape

@@ -1,8 +1,8 @@
 """Find the weights of recurrent modules, which CUDA keeps in one buffer.
 
-cuDNN takes all weights of an nn.LSTM, nn.GRU or nn.RNN as one buffer, so torch makes them views of one buffer. If they
-were in separate memory, every forward would copy them into such a buffer, which is kept until the backward. So they
-stay on the device if other parameters are offloaded.
+cuDNN takes all weights of an nn.LSTM, nn.GRU or nn.RNN as one buffer, so torch makes them views of one buffer. If the
+weights had separate memory, every forward would copy them into a new buffer, which is kept until the backward. So the
+weights stay on the device even if other parameters are offloaded.
 """
 
 from __future__ import annotations

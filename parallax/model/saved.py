@@ -1,6 +1,6 @@
 """Decide which of the tensors that autograd saves are activations that may be offloaded.
 
-Profiler and swap manager share this rule, so that predicted and offloaded bytes agree.
+The profiler and the swap manager share this rule, so that predicted and offloaded bytes agree.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _LOOKUPS = "Embedding", "Index", "Gather", "Take"
 
 
 def address(storage: UntypedStorage) -> int:
-    """Return a key that identifies a storage: its address or, on the meta device, its object id."""
+    """Return a key that identifies a storage: its address, or on the meta device its object id."""
     return id(storage) if storage.device.type == "meta" else storage.data_ptr()
 
 
 def _of_bytes(storage: UntypedStorage) -> int:
-    """Return the same key as :func:`address`, but faster, for storages on devices other than meta.
+    """Return the same key as :func:`address`, but faster, for a storage that is not on the meta device.
 
-    There, only an empty storage has no address.
+    The address of an empty storage is 0; only then is the slower function called.
     """
     return storage.data_ptr() or address(storage)
 
@@ -47,11 +47,14 @@ class Selector:
 
     These storages stay on the device:
 
-    * parameters and buffers, and copies of a single parameter, such as autocast's casts * tensors that the caller
-    holds: leaves with a gradient, and small slices of a batch * small tensors * slices that have a separate version
-    counter * tensors that are not plain strided memory of class ``plain``
+    * parameters and buffers, and copies of a single parameter, such as autocast's casts
+    * tensors that the caller keeps alive anyway: leaves with a gradient, and small slices of a batch
+    * small tensors
+    * slices that have a separate version counter
+    * tensors that are not plain strided memory of class ``plain``
 
-    ``streams`` recognizes offloaded parameters, whose addresses change.
+    ``held``: the parameters and buffers. ``minimum_bytes``: smaller storages count as small. ``streams(tensor)``
+    returns whether a tensor is an offloaded parameter, whose address changes.
     """
 
     def __init__(
@@ -76,9 +79,7 @@ class Selector:
         return self.why_kept(tensor) is None
 
     def why_kept(self, tensor: Tensor) -> str | None:
-        """Return the reason why the storage of a saved ``tensor`` must stay
-        on the device; None if it may be offloaded.
-        """
+        """Return why the storage of a saved ``tensor`` must stay on the device; None if it may be offloaded."""
         reason = self.why_kept_itself(tensor)
         return (
             _LEAF
@@ -87,11 +88,11 @@ class Selector:
         )
 
     def why_kept_itself(self, tensor: Tensor) -> str | None:
-        """Like :meth:`why_kept`, but without walking the autograd graph: copies and views of leaves that only the graph
-        shows are not reported.
+        """Return the same as :meth:`why_kept`, but do not search the autograd graph.
 
-        Use it for steps with very many tensors. Torch frees graph nodes by recursion once Python has accessed them, and
-        100,000 of them would overflow the stack.
+        So copies and views of leaves are not recognized if only the graph shows what they are. Use this for steps with
+        very many tensors: torch frees graph nodes by recursion once Python has accessed them, and 100,000 nodes would
+        overflow the stack.
         """
         if type(tensor) is not self._plain or tensor.layout is not torch.strided:
             return NOT_PLAIN
@@ -118,7 +119,9 @@ class Selector:
         return None
 
     def _copied_from_leaf(self, tensor: Tensor) -> bool:
-        """Return whether the tensor is a view of a leaf with a gradient, or a copy of a single parameter."""
+        """Return whether ``tensor`` is a view of a leaf or a copy of a single parameter, according to the autograd
+        graph.
+        """
         storage = tensor.untyped_storage()
         numbers = storage.nbytes() // tensor.element_size()
         if numbers > self._largest:
@@ -140,9 +143,9 @@ class Selector:
 
 
 def _has_history(tensor: Tensor) -> bool:
-    """Return whether autograd computed the tensor.
+    """Return whether autograd has computed the tensor.
 
-    Otherwise it is a slice of a batch or data set, whose storage the caller keeps alive.
+    A tensor that autograd has not computed is a slice of a batch or data set, whose storage the caller keeps alive.
     """
     return tensor.requires_grad or tensor.grad_fn is not None
 
@@ -150,8 +153,8 @@ def _has_history(tensor: Tensor) -> bool:
 def _of_leaf(tensor: Tensor) -> bool:
     """Return whether the tensor is a leaf with a gradient, a view of such a leaf, or a view of a parameter.
 
-    The address alone does not recognize them: FSDP gathers parameters, also frozen ones, into memory that it frees
-    between uses.
+    Such tensors cannot be recognized by their address alone. FSDP gathers parameters, also frozen ones, into memory
+    that it frees between uses.
     """
     base, trained = tensor._base, tensor.requires_grad
     if trained and tensor.is_leaf:
@@ -162,7 +165,7 @@ def _of_leaf(tensor: Tensor) -> bool:
 
 
 class SavedBytes:
-    """Counts the bytes that autograd saves for backward, by storage."""
+    """Counts the bytes that autograd saves for backward. Each storage counts once."""
 
     def __init__(
         self, held: Sequence[Tensor], minimum_bytes: int, *, plain: type[Tensor] = Tensor
@@ -174,7 +177,7 @@ class SavedBytes:
         self._alive: list[UntypedStorage] = []  # keeps storages alive, so that no address is reused
 
     def block_hooks(self) -> saved_tensors_hooks:
-        """Return saved-tensor hooks that count tensors for the block."""
+        """Return saved-tensor hooks that count the tensors which the block saves."""
 
         def pack(tensor: Tensor) -> Tensor:
             storage = plain_rows(tensor).untyped_storage()
@@ -186,7 +189,7 @@ class SavedBytes:
         return saved_tensors_hooks(pack, lambda tensor: tensor)
 
     def loss_hooks(self) -> saved_tensors_hooks:
-        """Return saved-tensor hooks that count tensors for the loss."""
+        """Return saved-tensor hooks that count the tensors which the loss saves."""
 
         def pack(tensor: Tensor) -> Tensor:
             storage = plain_rows(tensor).untyped_storage()
@@ -201,7 +204,8 @@ class SavedBytes:
     ) -> tuple[int, int, int, int]:
         """Return offloadable bytes, resident bytes, bytes saved by the loss, and all bytes that the forward adds.
 
-        The loss runs after the block, so the tensors that it saves are neither offloaded nor recomputed.
+        ``entering`` and ``results`` are the inputs and outputs of the forward. The loss runs after the block, so the
+        tensors that the loss saves are neither offloaded nor recomputed.
         """
         block = {key: found for key, found in self._block.items() if key not in self._loss}
         before = {address(tensor.untyped_storage()) for tensor in entering}

@@ -1,4 +1,4 @@
-"""The base class of the ``model=`` options, through which a run gets its model."""
+"""The base class of the options of ``model=``, from which a run gets its model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BYTES = 256  # values that a byte can have
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Registered):
-    """The base class of the options of ``model=``, the settings that build a model.
+    """The base class of the options of ``model=``, which are settings that build a model.
 
     Each option is a dataclass in a separate module of :mod:`parallax.model.factory`, and overrides methods of this
     class.
@@ -38,12 +38,12 @@ class ModelConfig(Registered):
 
     @property
     def vocabulary(self) -> int:
-        """The number of tokens that the model knows; 0 for a model without text inputs."""
+        """The size of the vocabulary; 0 for a model without text inputs."""
         return BYTES
 
     @property
     def block_paths(self) -> Sequence[str]:
-        """The module paths of the chain's blocks; empty if they are to be found automatically."""
+        """The module paths of the chain's blocks; empty: blocks are found automatically."""
         return ()
 
     @abc.abstractmethod
@@ -51,22 +51,20 @@ class ModelConfig(Registered):
         """Return the model, with its adapters, on torch's default device."""
 
     def check_code(self) -> None:
-        """Raise :class:`~parallax.errors.ConfigError` if the model is
-        described only by sizes, so that it cannot be built.
-        """
+        """Raise :class:`~parallax.errors.ConfigError` if only the model's sizes are known: then it cannot be built."""
 
     def work(self, precision: str = "bf16") -> ModelWork | None:  # noqa: ARG002
-        """Return the operations and bytes of a model whose sizes are known.
+        """Return the operations and bytes of the model, computed from its sizes.
 
-        None for other models, whose operators must be counted.
+        None if they must be counted by running the model's operators.
         """
         return None
 
     @property
     def stage_weights(self) -> str:
-        """The files of initial weights from which each stage reads its own part.
+        """The file or folder of initial weights from which each stage reads its own part.
 
-        Empty if there are none, or if :meth:`build` reads them.
+        Empty if there is none, or if :meth:`build` reads the weights.
         """
         return ""
 
@@ -76,12 +74,12 @@ class ModelConfig(Registered):
         return False
 
     def base(self, seed: int) -> str:  # noqa: ARG002
-        """Return a text that identifies the base model below the adapters; empty without adapters."""
+        """Return a text that identifies the model to which adapters were added; empty without adapters."""
         return ""
 
     @property
     def libraries(self) -> Sequence[str]:
-        """The modules that building the model imports and that take long to import."""
+        """The modules that building the model imports, if their import takes long."""
         return ()
 
     @property

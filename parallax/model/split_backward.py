@@ -1,15 +1,17 @@
-"""A split backward: the input-gradient pass (B) first, the weight-gradient pass (W) later.
+"""A split backward: the input-gradient pass (B) runs first, and the weight-gradient pass (W) later.
 
-Zero-bubble schedules send a micro-batch's input gradient to the previous stage and fill pipeline bubbles with weight
-gradients. Splitting autograd's graph, as :mod:`torch.distributed.pipelining` does, fails if a stage returns a view,
-uses a weight twice or holds a custom function. Here the graph stays whole. While a block runs forward, its products
-with parameters (linear layers, matrix products, convolutions) are replaced by autograd functions that compute the same
-values. Their backward returns the input gradient and stores the operands of the weight gradient. All other operators
-(norms, embeddings, custom functions) compute the gradients of their parameters in the B pass, as usual.
+Zero-bubble schedules send a micro-batch's input gradient to the previous stage early, and compute weight gradients in
+pipeline bubbles. :mod:`torch.distributed.pipelining` splits autograd's graph for that, which fails if a stage returns a
+view, uses a weight twice or contains a custom function.
 
-The bytes of an offloaded weight are on the device in a block's forward and B pass, not in its W pass. So the W pass
-reads no weight, and no copy of an offloaded weight in another dtype is kept after the forward: the B pass makes it
-again.
+Here the graph stays whole. While a block runs forward, its products with parameters (linear layers, matrix products,
+convolutions) are replaced by autograd functions that compute the same values. The backward of such a function returns
+the input gradient, and stores the operands of the weight gradient. All other operators (norms, embeddings, custom
+functions) compute the gradients of their parameters in the B pass, as usual.
+
+An offloaded weight is on the device during its block's forward and B pass, but not during the W pass. So the W pass
+reads no weight. A copy of an offloaded weight in another dtype is not kept after the forward; the B pass makes a new
+one.
 
 Source of the idea: the weight gradient store of Qi et al. 2024, "Zero Bubble Pipeline Parallelism".
 """
@@ -36,9 +38,9 @@ Ready = Callable[[nn.Parameter], None]
 class WeightGradStore:
     """The deferred weight gradients of one micro-batch.
 
-    The forward runs inside :meth:`splitting`. After the backward, :meth:`finish` computes the weight gradients. Until
-    then the store holds each product's input and output gradient. ``is_offloaded`` returns whether a tensor uses the
-    memory of an offloaded parameter, whose block is on the device.
+    The forward runs inside :meth:`splitting`. The backward stores the operands of each weight gradient: the input of
+    the product and the gradient of its output. :meth:`finish` computes the weight gradients. ``is_offloaded(tensor)``
+    returns whether a tensor uses the memory of an offloaded parameter.
     """
 
     def __init__(
@@ -54,8 +56,8 @@ class WeightGradStore:
 
     @contextlib.contextmanager
     def splitting(self) -> Iterator[None]:
-        """A context in which products with parameters do not compute weight
-        gradients, but store the operands for them.
+        """A context for a forward in which products with parameters are replaced, so that their weight gradients are
+        deferred.
         """
         self._forward = True
         try:
@@ -65,14 +67,14 @@ class WeightGradStore:
             self._forward = False
 
     def apply(self, product: _Product, x: Tensor) -> Tensor:
-        """Return the result of ``product`` for ``x``, with the weight gradient deferred."""
+        """Return the result of ``product`` for the input ``x``. Its backward defers the weight gradient."""
         result: Tensor = _DeferredProduct.apply(self._anchor, x, product, self)
         return result
 
     def defer(self, product: _Product, x: Tensor, gradient: Tensor) -> None:
-        """Store the operands of a weight gradient. Operands in memory that will be offloaded are copied.
+        """Store the operands of a weight gradient. Operands in the memory of an offloaded parameter are copied.
 
-        No-op while a forward runs: a derivative that is computed in a forward is with respect to inputs.
+        No-op while a forward runs: a derivative that is computed inside a forward is with respect to inputs.
         """
         if not self._forward:
             x, gradient = (t.clone() if self._is_offloaded(t) else t for t in (x, gradient))
@@ -81,14 +83,15 @@ class WeightGradStore:
     def held(self, product: _Product) -> _Product:
         """Return ``product`` in the form that is stored until the weight-gradient pass.
 
-        If the weight is offloaded, the copy in the dtype of the computation is omitted.
+        If the weight is offloaded, this form omits the copy of the weight in the dtype of the computation.
         """
         return replace(product, copy=None) if self._is_offloaded(product.weight) else product
 
     def separate_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Copy each ``.grad`` that shares memory with a stored tensor. Call this after the backward.
+        """Copy each ``.grad`` that shares memory with a stored operand. Call this after the backward.
 
-        Autograd may use a gradient as ``.grad`` without a copy, and the next micro-batch would add to it in place.
+        Autograd may use an output gradient as a ``.grad`` without a copy. The next micro-batch would then change the
+        stored operand, because it adds to ``.grad`` in place.
         """
         held = {gradient.untyped_storage().data_ptr() for _, _, gradient in self._deferred}
         for parameter in parameters:
@@ -97,7 +100,7 @@ class WeightGradStore:
 
     @property
     def deferred_bytes(self) -> int:
-        """Bytes of the stored tensors. Each storage counts once."""
+        """The bytes of the stored operands. Each storage counts once."""
         storages = [
             tensor.untyped_storage()
             for _, x, gradient in self._deferred
@@ -106,11 +109,11 @@ class WeightGradStore:
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def pending_parameters(self) -> set[nn.Parameter]:
-        """Return the parameters whose gradients are still incomplete."""
+        """Return the parameters with deferred gradients, whose ``.grad`` is still incomplete."""
         return {parameter for product, _, _ in self._deferred for parameter in product.parameters}
 
     def finish(self, ready: Ready | None = None, *, begin: Ready | None = None) -> None:
-        """Add the stored weight gradients to ``.grad``, last layer first.
+        """Compute the deferred weight gradients and add them to ``.grad``, last layer first.
 
         ``begin`` is called with each parameter before the first addition to its gradient, and ``ready`` after the last.
         """
@@ -134,7 +137,10 @@ class WeightGradStore:
 
 
 class _DeferredProduct(torch.autograd.Function):
-    """An autograd function for a product whose backward returns only the input gradient."""
+    """An autograd function for a product.
+
+    Its backward returns only the input gradient, and defers the weight gradient.
+    """
 
     @staticmethod
     def forward(
@@ -160,10 +166,10 @@ class _DeferredProduct(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Product(ABC):
-    """One use of a weight in a product.
+    """A product with a parameter, at one place in a forward.
 
-    ``dtype``: the dtype of the computation. ``copy``: the weight in this dtype; None if the weight has this dtype, or
-    if the copy is made again when needed.
+    ``dtype``: the dtype of the computation. ``copy``: the weight cast to this dtype; None if the weight has this dtype,
+    or if a new copy is made when one is needed.
     """
 
     weight: nn.Parameter
@@ -183,7 +189,7 @@ class _Product(ABC):
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """The parameters that get a gradient."""
+        """The parameters of the product that get a gradient."""
         found = [self.weight] if self.weight.requires_grad else []
         if self.bias is not None and self.bias.requires_grad:
             found.append(self.bias)
@@ -198,7 +204,7 @@ class _Product(ABC):
 
     @abstractmethod
     def add_gradients(self, x: Tensor, gradient: Tensor) -> None:
-        """Add the gradients of the parameters to ``.grad``."""
+        """Add the weight and bias gradients to their ``.grad``."""
 
 
 class _Linear(_Product):
@@ -244,7 +250,7 @@ class _Matrix(_Product):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Convolution(_Product):
-    """A convolution over 1 to 3 dimensions. ``options`` are the arguments of torch.convolution from ``stride`` on."""
+    """A convolution over 1 to 3 dimensions. ``options``: the arguments of torch.convolution from ``stride`` on."""
 
     options: tuple[Any, ...]
 
@@ -265,9 +271,9 @@ class _Convolution(_Product):
                 _add(parameter, value)
 
     def _like_used(self) -> Tensor:
-        """Return a tensor of the weight's shape and dtype, with undefined values.
+        """Return a tensor with the shape of the weight and the dtype of the computation. Its values are not used.
 
-        The weight itself may be offloaded.
+        The weight itself may be offloaded, and so have no values on the device.
         """
         if self.copy is None and self.dtype is not self.weight.dtype:
             return torch.empty_like(self.weight, dtype=self.dtype)
@@ -284,7 +290,7 @@ class _Convolution(_Product):
 
 
 class _Splitting(TorchFunctionMode):
-    """Intercepts products with parameters, and defers their weight gradients."""
+    """Replaces products with parameters by functions that defer the weight gradients."""
 
     def __init__(self, store: WeightGradStore) -> None:
         super().__init__()
@@ -305,7 +311,7 @@ class _Splitting(TorchFunctionMode):
 
 
 def _make(func: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[_Product, Tensor] | None:
-    """Return the product that a call computes, and its input; None if the call is not replaced."""
+    """Return the product that a torch call computes, and the product's input; None if the call is not replaced."""
     try:
         return _MAKERS[func](*args, **kwargs)
     except TypeError:  # arguments that the replacement does not support
@@ -385,16 +391,16 @@ def _splits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def _as_computed(
     weight: Any, bias: Any
 ) -> tuple[nn.Parameter, nn.Parameter | None, torch.dtype, Tensor | None]:
-    """Return a product's weight and bias, the dtype of the computation, and a copy of the weight in this dtype.
+    """Return a product's weight and bias, the dtype of the computation, and the weight cast to this dtype.
 
-    The copy is None if the weight already has this dtype.
+    The last is None if the weight already has this dtype.
     """
     used = _cast(weight.detach())
     return weight, bias, used.dtype, None if used.dtype is weight.dtype else used
 
 
 def _cast(tensor: Tensor) -> Tensor:
-    """Return the tensor cast as autocast would do it."""
+    """Return the tensor in the dtype to which autocast would cast it."""
     kind = tensor.device.type
     if (
         not torch.is_autocast_enabled(kind)
@@ -406,7 +412,7 @@ def _cast(tensor: Tensor) -> Tensor:
 
 
 def _matrix(tensor: Tensor) -> Tensor:
-    """Flatten all dimensions except the last into one."""
+    """Return the tensor as a matrix: all dimensions except the last are flattened into one."""
     return tensor.reshape(-1, tensor.shape[-1])
 
 

@@ -1,9 +1,9 @@
-"""Add peft adapters to any model: the base is frozen, and the adapters are trained.
+"""Add peft adapters to any model. The base model is frozen, and only the adapters are trained.
 
 The adapters are injected into the model's own modules (``peft.inject_adapter_in_model``), so the model keeps its class,
-forward and loss. This happens in the constructor: initial values are peft's own, equal under every plan, and each stage
-computes the values of its own tensors. The base's weight files are read there too, because some adapters start from
-them (DoRA's magnitudes are norms of the base's weights).
+forward and loss. This happens in the model's constructor. So initial values are peft's own and equal under every plan,
+and each stage computes the values of its own tensors. The weight files of the base model are read in the constructor,
+too, because some adapters start from these weights (DoRA's magnitudes are norms of the base's weights).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from parallax.model.pretrained import read_weights, tied_names
 from parallax.model.source import ModelConfig
 
 ADAPTER = "default"
-"""Peft's name of a model's only adapter; its files omit the name."""
+"""The name that peft gives to a model's only adapter. Peft's files omit this name."""
 
 PREFIX = "base_model.model."
 """The prefix of tensor names in peft's files."""
@@ -42,26 +42,27 @@ _REFUSED = {
     "SHIRA": "it changes the base at random indices, which no checkpoint would hold",
     "XLORA": "it mixes adapters that are already trained",
 }
-"""Unsupported methods, and why: they need more than modules with parameters of their own."""
+"""{unsupported method: reason}. These methods need more than modules with parameters of their own."""
 
 _CHANGING = ("corda", "eva", "loftq", "lora_ga", "olora", "pissa")
-"""LoRA initializations that need data or change the base; a checkpoint without the base would lose the change."""
+"""LoRA initializations that need data or change the base's weights.
+
+A checkpoint of the adapters alone would lose the change.
+"""
 
 _MODULES = "target_modules", "modules_to_save", "feedforward_modules"
 _NAMES = 8  # names of modules in an error
 
 
 class AdaptableModelConfig(ModelConfig):
-    """Base class for settings of a model that may have initial weights in
-    files, and adapters to train instead of the model.
-    """
+    """Base class for the settings of a model that may have files of initial weights, and adapters to train."""
 
     adapter: dict[str, Any]
 
     @property
     @abc.abstractmethod
     def weights(self) -> str:
-        """The location of the initial weights; empty if they are random."""
+        """The file or folder of the initial weights; empty if they are random."""
 
     @property
     @abc.abstractmethod
@@ -70,7 +71,7 @@ class AdaptableModelConfig(ModelConfig):
 
     @property
     def reads_weights(self) -> bool:
-        """Whether :meth:`create` reads the weights. Otherwise each stage reads its own part."""
+        """Whether :meth:`create` reads the weights. If not, each stage reads its own part later."""
         return False
 
     @abc.abstractmethod
@@ -99,8 +100,8 @@ def adapted(
 ) -> nn.Module:
     """Return ``model`` with initial weights and with adapters.
 
-    ``settings`` configure the adapters, in peft's own keys. ``weights`` is a file or folder; empty leaves the weights
-    unchanged. With ``incomplete`` the files may lack parts such as a new head. Raises :class:`ConfigError` for settings
+    ``settings`` configure the adapters, with peft's own keys. ``weights``: a file or folder; empty: the weights are
+    unchanged. ``incomplete``: the files may lack parts such as a new head. Raises :class:`ConfigError` for settings
     that peft rejects.
     """
     config = peft_config(settings)
@@ -126,8 +127,8 @@ def adapted(
 def peft_config(settings: Mapping[str, Any]) -> Any:
     """Return peft's configuration object for ``settings``.
 
-    Raises :class:`ConfigError` for unknown keys and values, and for methods that need more than modules with
-    parameters.
+    Raises :class:`ConfigError` for unknown keys and values, and for unsupported methods, which need more than modules
+    with parameters of their own.
     """
     peft, given = _peft(), dict(settings)
     for key in {*_MODULES} & {*given}:
@@ -170,7 +171,10 @@ def peft_config(settings: Mapping[str, Any]) -> Any:
 
 
 def _refusal(method: str, tuner: Any) -> str:
-    """Return the reason why an adapter method is unsupported, or ''."""
+    """Return the reason why an adapter method is unsupported, or '' if it is supported.
+
+    ``tuner``: peft's class for it.
+    """
     from peft.tuners.tuners_utils import BaseTuner
 
     if method in _REFUSED:
@@ -192,11 +196,11 @@ def save_adapter(
 ) -> list[str]:
     """Write the adapters of ``model`` in peft's format (``adapter_config.json`` and ``adapter_model.safetensors``).
 
-    ``PeftModel.from_pretrained(base, directory)`` loads them. ``tensors`` has the values by the model's names, at least
-    of all trained parameters; ``model`` itself may be without values. ``base`` is the location of the base's weights.
+    ``PeftModel.from_pretrained(base, directory)`` loads them. ``tensors``: {name in the model: value}, with at least
+    all trained parameters; ``model`` itself need not have values. ``base``: the location of the base's weights.
 
     Returns the names in ``tensors`` that peft's files cannot hold, such as BatchNorm statistics of the base. A loaded
-    adapter uses the base's own values for these. Raises :class:`CheckpointError` if nothing can be written.
+    adapter uses the base's own values for these. Raises :class:`CheckpointError` if the files cannot be written.
     """
     peft, adapters = _peft(), cast(Any, model)
     given = dict(tensors)
@@ -219,7 +223,10 @@ def save_adapter(
 
 
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return {path: module} for the outermost modules of ``model`` that peft has put in place of other modules."""
+    """Return {path: module} for the modules of ``model`` that peft has put in place of others.
+
+    A module inside another such module is left out.
+    """
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         ours = hasattr(module, "unload_and_optionally_merge_module") or hasattr(
@@ -233,7 +240,8 @@ def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
 def merged(module: nn.Module) -> nn.Module:
     """Merge the adapter in ``module`` into the weights of the base's module, and return the base's module.
 
-    ``module`` is one of :func:`adapted_modules`, with values. Raises :class:`ConfigError` if peft cannot merge it.
+    ``module`` is one of :func:`adapted_modules`, with values. Raises :class:`ConfigError` if peft cannot merge this
+    kind.
     """
     adapting = cast(Any, module)
     try:
@@ -267,9 +275,9 @@ def _peft() -> Any:
 
 
 def _check_targets(model: nn.Module, config: Any) -> None:
-    """Raise :class:`ConfigError` for a target module that the model lacks.
+    """Raise :class:`ConfigError` if ``config`` names a target module that ``model`` lacks.
 
-    peft itself accepts a list of target modules if at least one of them exists.
+    peft itself accepts a list of target modules as soon as one of them exists.
     """
     names = [name for name, _ in model.named_modules() if name]
     for key in _MODULES:
@@ -288,7 +296,10 @@ def _check_targets(model: nn.Module, config: Any) -> None:
 
 
 def _check_base(model: nn.Module, before: Iterable[tuple[nn.Parameter, int]], config: Any) -> None:
-    """Raise :class:`ConfigError` if a parameter of the base, or its memory, was replaced when adapters were added."""
+    """Raise :class:`ConfigError` if adding adapters has replaced a parameter of the base, or a parameter's memory.
+
+    ``before``: the base's parameters, each with the address of its storage before adapters were added.
+    """
     held = {id(parameter) for parameter in model.parameters()}
     for parameter, memory in before:
         if id(parameter) not in held or parameter.untyped_storage()._cdata != memory:

@@ -1,6 +1,7 @@
 """Build the user's own model.
 
-The path of its factory comes from the user's own configuration only, never from a checkpoint, a plan or a profile.
+The path of the model's factory must come from the user's own configuration, never from a checkpoint, a plan or a
+profile.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from parallax.model.factory.adapters import AdaptableModelConfig
 class CustomModelConfig(AdaptableModelConfig):
     """The user's own model.
 
-    ``target``: the factory as ``package.module:function``; it returns any nn.Module. ``kwargs``: arguments of the
-    factory, for example ``model.kwargs.width=64`` on a command line. The arguments ``sequence`` and ``vocabulary``, if
-    given, also set the number of tokens in a row of text and the number of tokens that the model knows (256 each
-    without them). ``blocks``: the chain of blocks, if the automatic one (:func:`~parallax.model.describe.describe`)
-    does not suit: module paths in the order of data flow, ``*`` for the members of a ModuleList (``[embed, layers.*,
-    norm, head]``). ``weights``: a safetensors file, or a folder of them, with initial weights. ``adapter``: adapters to
-    train instead of the model, in peft's own keys (:mod:`parallax.model.factory.adapters`). ``verify``: compare the
-    chain with the model's own forward before the first step: true, false, or auto (once per model,
-    :func:`~parallax.model.verification.verify.verify`).
+    ``target``: the factory as ``package.module:function``. It returns any nn.Module. ``kwargs``: arguments of the
+    factory, for example ``model.kwargs.width=64`` on a command line. If there is an argument ``sequence``, it is also
+    the number of tokens in a row of text. If there is an argument ``vocabulary``, it is also the number of tokens that
+    the model knows. Without such an argument, the number is 256. ``blocks``: module paths of the chain's blocks, in the
+    order of data flow. ``*`` stands for the members of a ModuleList (``[embed, layers.*, norm, head]``). If empty,
+    blocks are found automatically (:func:`~parallax.model.describe.describe`). ``weights``: a safetensors file, or a
+    folder of them, with initial weights. ``adapter``: adapters to train instead of the model, in peft's own keys
+    (:mod:`parallax.model.factory.adapters`). ``verify``: whether to compare the chain with the model's own forward
+    before the first step: true, false, or auto (once per model, :func:`~parallax.model.verification.verify.verify`).
     """
 
     name: str = "custom"
@@ -51,7 +52,7 @@ class CustomModelConfig(AdaptableModelConfig):
         return self._number("vocabulary", super().vocabulary)
 
     def _number(self, name: str, default: int) -> int:
-        """Return the argument ``name`` of the factory if it is a whole number, otherwise ``default``."""
+        """Return the factory's argument ``name`` if it is a whole number, otherwise ``default``."""
         found = self.kwargs.get(name)
         return found if isinstance(found, int) and not isinstance(found, bool) else default
 

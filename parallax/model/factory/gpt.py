@@ -1,4 +1,4 @@
-"""A GPT-style decoder over bytes, as blocks: embedding, layers, head."""
+"""A GPT-style decoder over bytes, made of blocks: embedding, layers, head."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class GPTConfig(ModelConfig):
 
     ``layers``: transformer blocks. ``hidden``: model width. ``heads``: attention heads; must divide ``hidden``.
     ``vocabulary``: number of tokens, 256 for bytes. ``sequence``: tokens per row. ``dropout``: probability. ``tied``:
-    the head shares the embedding's weight. ``verify``: compare the chain with the model's own forward before the first
-    step: true, false, or auto (once per model, :func:`~parallax.model.verification.verify.verify`).
+    the head shares the embedding's weight. ``verify``: whether to compare the chain with the model's own forward before
+    the first step: true, false, or auto (once per model, :func:`~parallax.model.verification.verify.verify`).
     """
 
     name: str = "gpt"
@@ -87,8 +87,9 @@ class Layer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize weights with standard deviation 0.02, and residual
-        outputs with 0.02 / √(2·layers) (Radford et al. 2019).
+        """Initialize weights with standard deviation 0.02, and the two residual output weights with 0.02 / √(2·layers).
+
+        The source is Radford et al. 2019. Biases are 0.
         """
         for linear in (self.qkv, self.out, self.up, self.down):
             residual = linear in (self.out, self.down)
@@ -98,7 +99,7 @@ class Layer(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output for ``x``, both (rows, sequence, hidden)."""
+        """Return the layer's output for ``x``. Both have the shape (rows, sequence, hidden)."""
         rows, length, hidden = x.shape
         parts = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, hidden // self.heads)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
@@ -117,7 +118,7 @@ class Head(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize weights with standard deviation 0.02. With ``tied``, the embedding's weight is used instead."""
+        """Initialize the weight with standard deviation 0.02. If ``tied``, the embedding's weight replaces it later."""
         nn.init.normal_(self.linear.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Build a transformers model from its configuration, with random weights or weights from a folder, stage by stage."""
+"""Build a transformers model from its configuration. Weights are random, or each stage reads its own from a folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from parallax.model.factory.adapters import AdaptableModelConfig
 
 ATTENTION = ("auto", "sdpa", "eager")
 _UNDECLARED = ("decoder_start_token_id",)
-"""Settings that models with an encoder and a decoder read, and that some of their classes do not declare."""
+"""Settings that encoder-decoder models read although some of their configuration classes do not declare them."""
 # Settings of transformers that other parts of a run's configuration replace.
 _SET_ELSEWHERE = {
     "dtype": "set the number format with precision=fp32, bf16, mixed_bf16 or others",
@@ -39,15 +39,15 @@ _SET_ELSEWHERE = {
 class HuggingFaceConfig(AdaptableModelConfig):
     """A model of transformers.
 
-    ``architecture``: a class by its name (``LlamaForCausalLM``), or a task (``AutoModelForSequenceClassification``),
-    whose class follows from ``config.model_type`` or the folder. ``config``: settings that differ from the class's
-    default configuration, also nested ones (``model.config.hidden_size=256``). ``pretrained``: a folder with
-    ``config.json`` and safetensors files, as ``save_pretrained`` writes; class, sizes and weights come from it. Weights
-    that the folder lacks, such as those of a new head, are created by the model's constructor. Nothing is downloaded.
-    ``attention``: the attention implementation by transformers' name; auto is transformers' choice. ``sequence``:
-    tokens per row of text. ``adapter``: adapters to train instead of the model, in peft's own keys
-    (:mod:`parallax.model.factory.adapters`). ``verify``: compare the chain with the model's own forward before the
-    first step: true, false, or auto (once per model, :func:`~parallax.model.verification.verify.verify`).
+    ``architecture``: the name of a class (``LlamaForCausalLM``), or of a task (``AutoModelForSequenceClassification``).
+    For a task, the class follows from ``config.model_type`` or the folder. ``config``: settings that differ from the
+    class's default configuration, also nested ones (``model.config.hidden_size=256``). ``pretrained``: a folder with
+    ``config.json`` and safetensors files, as ``save_pretrained`` writes. Class, sizes and weights come from this
+    folder. Weights that it lacks, such as those of a new head, are created by the model's constructor. Nothing is
+    downloaded. ``attention``: the attention implementation, by transformers' name; auto is transformers' choice.
+    ``sequence``: tokens per row of text. ``adapter``: adapters to train instead of the model, in peft's own keys
+    (:mod:`parallax.model.factory.adapters`). ``verify``: whether to compare the chain with the model's own forward
+    before the first step: true, false, or auto (once per model, :func:`~parallax.model.verification.verify.verify`).
     """
 
     name: str = "huggingface"
@@ -102,7 +102,7 @@ class HuggingFaceConfig(AdaptableModelConfig):
 
     @property
     def vocabulary(self) -> int:
-        """The number of tokens; 0 for a model of images."""
+        """The size of the vocabulary; 0 for a model of images."""
         return int(getattr(self._settings.get_text_config(), "vocab_size", None) or 0)
 
     @cached_property
@@ -122,7 +122,10 @@ class HuggingFaceConfig(AdaptableModelConfig):
         return found
 
     def _class_for(self, task: str, auto: Any) -> Any:
-        """Return the class for a task, such as AutoModelForCausalLM, and the model's type."""
+        """Return the model class that transformers has for ``task`` and the configured type of model.
+
+        ``task``: such as AutoModelForCausalLM. ``auto``: transformers' object for the task.
+        """
         transformers = _transformers()
         kind = str(self.config.get("model_type") or self._saved.get("model_type") or "")
         if not kind:
@@ -147,7 +150,10 @@ class HuggingFaceConfig(AdaptableModelConfig):
         return next((each for each in classes if each.__name__ in saved), classes[0])
 
     def _check_type(self, kind: Any) -> None:
-        """Raise :class:`ConfigError` if a configured model type differs from that of the configured class."""
+        """Raise :class:`ConfigError` if ``config.model_type`` is set to another type than that of ``kind``.
+
+        ``kind``: the configuration class of the configured model class.
+        """
         typed = self.config.get("model_type", kind.model_type)
         if typed != kind.model_type:
             raise ConfigError(
@@ -157,7 +163,7 @@ class HuggingFaceConfig(AdaptableModelConfig):
 
     @cached_property
     def _settings(self) -> Any:
-        """The configuration object of transformers for this model."""
+        """The transformers configuration object of this model."""
         kind = self._class.config_class
         settings_given = {key: value for key, value in self.config.items() if key != "model_type"}
         if settings_given:
@@ -200,7 +206,7 @@ class HuggingFaceConfig(AdaptableModelConfig):
 
     @cached_property
     def _saved(self) -> dict[str, Any]:
-        """The content of the folder's ``config.json``; empty without a folder."""
+        """The content of ``config.json`` in the folder ``pretrained``; empty if no folder is configured."""
         if not self.pretrained:
             return {}
         path = self._folder / "config.json"
@@ -228,7 +234,7 @@ class HuggingFaceConfig(AdaptableModelConfig):
 
 
 def _check_known(path: str, settings_given: Mapping[str, Any], known: Any) -> None:
-    """Raise :class:`ConfigError` for a key that is missing in ``known``, a default configuration."""
+    """Raise :class:`ConfigError` for a key of ``settings_given`` that ``known``, a default configuration, lacks."""
     undeclared = _UNDECLARED if getattr(known, "is_encoder_decoder", False) else ()
     for key in settings_given:
         if key not in ("model_type", *undeclared) and not hasattr(known, str(key)):
@@ -246,7 +252,7 @@ def _keys(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _tasks_of(kind: Any) -> list[str]:
-    """Return the names of the tasks for which transformers has a class with the configuration class ``kind``."""
+    """Return the names of the transformers tasks that support models with the configuration class ``kind``."""
     transformers = _transformers()
     names = [name for name in dir(transformers) if name.startswith("AutoModel")]
     mappings = {

@@ -16,9 +16,9 @@ from parallax.model.source import ModelConfig
 class MLPConfig(ModelConfig):
     """Sizes of a model that predicts the next byte from a window of bytes (Bengio et al. 2003).
 
-    ``layers``: hidden layers. ``hidden``: their width. ``embedding``: embedding dimension per byte. ``vocabulary``:
-    number of tokens, 256 for bytes. ``sequence``: bytes in the window. ``verify``: compare the chain with the model's
-    own forward before the first step: true, false, or auto (once per model,
+    ``layers``: number of hidden layers. ``hidden``: their width. ``embedding``: embedding dimension per byte.
+    ``vocabulary``: number of tokens, 256 for bytes. ``sequence``: bytes in the window. ``verify``: whether to compare
+    the chain with the model's own forward before the first step: true, false, or auto (once per model,
     :func:`~parallax.model.verification.verify.verify`).
     """
 
@@ -41,8 +41,9 @@ class MLPConfig(ModelConfig):
 
 
 class MLP(nn.Sequential):
-    """A plain ``nn.Sequential`` of an embedding, ``layers`` × (linear,
-    GELU) and a linear layer, so each child is a block.
+    """A plain ``nn.Sequential`` whose children are the blocks.
+
+    They are the embedding of the window, ``layers`` × (linear, GELU), and a linear layer.
     """
 
     def __init__(self, config: MLPConfig) -> None:
@@ -55,6 +56,6 @@ class MLP(nn.Sequential):
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy, in nats, of the byte after the window.
 
-        ``targets`` may be rows of next bytes, of which only the last counts.
+        ``targets`` are these bytes, or rows of bytes of which only the last counts.
         """
         return F.cross_entropy(logits, targets if targets.dim() == 1 else targets[:, -1])

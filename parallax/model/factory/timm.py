@@ -1,4 +1,4 @@
-"""Build a timm model by its name, with random weights or weights from a file or folder, stage by stage."""
+"""Build a timm model by its name. Weights are random, or each stage reads its own from a file or folder."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class TimmConfig(AdaptableModelConfig):
 
     ``architecture``: a name of ``timm.list_models()`` (``vit_tiny_patch16_224``). ``kwargs``: arguments of
     ``timm.create_model``. ``pretrained``: a safetensors file, or a folder with ``model.safetensors`` and optionally
-    ``config.json``, as timm's ``save_for_hf`` writes; weights come from it, and architecture and arguments too if you
-    give none. A head for other classes keeps the constructor's values. Nothing is downloaded. ``adapter``: adapters to
-    train instead of the model, in peft's own keys (:mod:`parallax.model.factory.adapters`). ``verify``: compare the
-    chain with the model's own forward before the first step: true, false, or auto (once per model,
-    :func:`~parallax.model.verification.verify.verify`).
+    ``config.json``, as timm's ``save_for_hf`` writes. Weights come from it. Architecture and arguments come from it,
+    too, if you give none. If the model has another number of classes, its head keeps the constructor's values. Nothing
+    is downloaded. ``adapter``: adapters to train instead of the model, in peft's own keys
+    (:mod:`parallax.model.factory.adapters`). ``verify``: whether to compare the chain with the model's own forward
+    before the first step: true, false, or auto (once per model, :func:`~parallax.model.verification.verify.verify`).
     """
 
     name: str = "timm"
@@ -52,7 +52,7 @@ class TimmConfig(AdaptableModelConfig):
                 )
 
     def create(self) -> nn.Module:
-        """Return the model, on torch's default device, with random weights or the weights of its files."""
+        """Return the model, on torch's default device, with the weights of ``pretrained`` or random weights."""
         arguments = {"model_name": self._architecture, **self._saved_arguments, **self.kwargs}
         try:
             model: nn.Module = call_target("model", "timm:create_model", arguments)
@@ -69,7 +69,7 @@ class TimmConfig(AdaptableModelConfig):
         return model
 
     def _read(self, model: nn.Module) -> None:
-        """Load all weights except those of a head with another number of classes."""
+        """Load all weights into ``model``, except those of a head with another number of classes."""
         path = Path(self.pretrained).expanduser()
         heads = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()
         heads = (heads,) if isinstance(heads, str) else heads
@@ -121,7 +121,7 @@ class TimmConfig(AdaptableModelConfig):
 
     @cached_property
     def _saved(self) -> dict[str, Any]:
-        """The content of ``config.json`` in the folder; empty if there is none."""
+        """The content of ``config.json`` in the folder ``pretrained``; empty if there is no such file."""
         if not self.pretrained:
             return {}
         path = Path(self.pretrained).expanduser() / "config.json"
@@ -138,7 +138,7 @@ class TimmConfig(AdaptableModelConfig):
 
     @property
     def _saved_arguments(self) -> dict[str, Any]:
-        """The arguments of the saved model if it has the requested architecture."""
+        """The constructor arguments in ``config.json``; empty if it is for another architecture."""
         if self._saved.get("architecture") != self._architecture.partition(".")[0]:
             return {}
         found = dict(self._saved.get("model_args") or {})
