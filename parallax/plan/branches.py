@@ -1,15 +1,16 @@
-"""A bound on what branches on other devices could save.
+"""Lower bounds on the time of a micro-batch if parallel branches of a model ran on several devices.
 
 A plan runs the blocks of a model one after another. Blocks that do not depend on each other, such as the branches of an
-Inception module, could run at the same time on other devices. Then a micro-batch takes no less than the longest path of
-blocks that depend on each other, however many devices there are::
+Inception module, could run at the same time on other devices. But even on any number of devices, a micro-batch takes at
+least as long as the longest path of blocks that depend on each other::
 
-             ┌─ 1 × 1 ──────────┐            one after another: the sum of all
-    stem ────┼─ 1 × 1 ── 3 × 3 ─┼── concat   branches in parallel: the longest path,
-             └─ pool ── 1 × 1 ──┘            with transfers on all but one of the edges of a fork or a join
+             ┌─ 1 × 1 ──────────┐            one block after another: the sum over all blocks
+    stem ────┼─ 1 × 1 ── 3 × 3 ─┼── concat   branches in parallel: the longest path from stem to concat
+             └─ pool ── 1 × 1 ──┘
 
-Of a block's readers, the one with the longest path behind it stays on the block's device; the others receive its result
-over the link, and send a gradient back.
+Transfers make the path longer. Of the blocks that read a block's result, only one stays on the device of that block:
+the reader with the longest path behind it. Every other reader receives the result over the link and sends a gradient
+back.
 """
 
 from __future__ import annotations
@@ -31,8 +32,12 @@ Reads = Sequence[Sequence[tuple[int, float]]]
 
 @dataclass(frozen=True, slots=True)
 class BranchBound:
-    """Seconds of forward and backward of one micro-batch. ``chain_seconds``: all blocks one after another.
-    ``path_seconds``: the longest path, without transfers. ``linked_seconds``: the longest path with transfers."""
+    """The seconds of forward and backward of one micro-batch under three assumptions.
+
+    ``chain_seconds``   all blocks run one after another
+    ``path_seconds``    branches run in parallel, and transfers take no time: the longest path of dependent blocks
+    ``linked_seconds``  branches run in parallel, with the seconds of transfers included
+    """
 
     chain_seconds: float
     path_seconds: float
@@ -40,7 +45,10 @@ class BranchBound:
 
 
 def branch_bound(costs: Sequence[float], reads: Reads, rows: int, link: Link) -> BranchBound:
-    """Return the bound for blocks that take ``costs`` seconds for ``rows`` rows, over ``link``."""
+    """Return the seconds of a micro-batch of ``rows`` rows, with and without parallel branches.
+
+    ``costs`` has the seconds of forward and backward of each block. ``link`` carries tensors between branches.
+    """
     free = Link(bytes_per_second=float("inf"))
     paths = (_longest(costs, reads, rows, each) for each in (free, link))
     return BranchBound(sum(costs), *paths)
@@ -69,8 +77,11 @@ def _longest(costs: Sequence[float], reads: Reads, rows: int, link: Link) -> flo
 
 
 def explain_branches(plan: Plan, profile: ModelProfile, link: Link) -> str:
-    """Return a sentence that compares ``plan`` with branches on other devices, behind ``link``; empty if the model has
-    no branches, or the plan is not for training."""
+    """Return a sentence on how much time ``plan`` could save with parallel branches on several devices.
+
+    ``link`` carries tensors between these devices. The result is empty if the model has no branches or if the plan is
+    not for training.
+    """
     if not plan.task.trains or not any(profile.reads):
         return ""
     rows = plan.microbatch

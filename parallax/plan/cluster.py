@@ -37,24 +37,31 @@ class Device:
     """A device and its share of the offload tier. On a CPU-only machine the device is a process with its RAM, and the
     tier is the disk.
 
-    ``memory_bytes``        bytes of the device
-    ``reserve_bytes``       bytes that the allocator holds for library workspaces and other data than tensors
-    ``context_bytes``       bytes outside the allocator: driver context and code of libraries
-    ``collective_bytes``    bytes, on each rank, of a process group for all-reduces between devices; 0 if tensors
-                            pass through the host
-    ``edge_bytes``          bytes, on both ranks, of a connection in one direction between two ranks; 0 as above
-    ``gap_share``           fraction of all transient bytes that the allocator loses to rounding and gaps
-    ``gap_tensors``         further loss, in units of the largest tensor between two blocks
-    ``kept_share``          fraction of transient bytes that the allocator keeps in freed blocks, within the budget
-    ``speed``               relative to the device of the profile
-    ``overlap_loss``        fraction of ``speed`` lost while the device's links transfer bytes
-    ``tier_share``          fraction of a shared tier's bandwidth that the copies of this device can use; less
-                            than 1 if its cores copy slower than the tier
-    ``host_link``           the link to the host's memory if that is not the offload tier; None if the device is RAM
-    ``host_bytes``          bytes of the host's memory for this device
-    ``price_per_hour``      in any currency
-    ``host_update_seconds`` seconds of the host optimizer per byte of parameters; 0 without host optimizer
-    ``bucket_bytes``        bytes of the buckets in which replicas sum gradients (:func:`with_buckets`)
+    ``memory_bytes``         bytes of device memory for its rank, with ``context_bytes`` and ``reserve_bytes`` included
+    ``tier``                 name of the offload tier (:mod:`parallax.plan.tier`)
+    ``tier_bytes``           bytes of the offload tier for this device
+    ``write``                link from the device to the offload tier
+    ``read``                 link from the offload tier to the device
+    ``reserve_bytes``        bytes that the allocator holds for library workspaces and other data than tensors
+    ``context_bytes``        bytes outside the allocator: driver context and code of libraries
+    ``collective_bytes``     bytes, on each rank, of a process group for all-reduces between devices; 0 if tensors pass
+                             through the host
+    ``edge_bytes``           bytes, on both ranks, of a connection in one direction between two ranks; 0 if tensors pass
+                             through the host
+    ``gap_share``            fraction of all transient bytes that the allocator loses to rounding and gaps
+    ``gap_tensors``          further bytes that the allocator loses, as a multiple of the largest tensor between two
+                             blocks
+    ``kept_share``           fraction of transient bytes that the allocator keeps in freed blocks if the budget allows
+                             it
+    ``speed``                speed relative to the device of the profile
+    ``overlap_loss``         fraction of ``speed`` lost while the device's links transfer bytes
+    ``tier_share``           fraction of a shared tier's bandwidth that the copies of this device can use; less than 1
+                             if the device's cores copy slower than the tier
+    ``host_link``            link to the host's memory if host memory is not the offload tier; otherwise None
+    ``host_bytes``           bytes of the host's memory for this device
+    ``price_per_hour``       price of an hour, in any currency
+    ``host_update_seconds``  seconds of the host optimizer per byte of parameters; 0 without host optimizer
+    ``bucket_bytes``         bytes of the buckets in which replicas sum gradients (:func:`with_buckets`)
     """
 
     kind: str
@@ -81,7 +88,7 @@ class Device:
 
     @property
     def fixed_bytes(self) -> int:
-        """Return the bytes that each process uses independent of the plan."""
+        """Return the bytes that each process uses whatever the plan is."""
         return self.reserve_bytes + self.context_bytes
 
     @property
@@ -92,7 +99,7 @@ class Device:
     def offloading_to_host(self) -> Device | None:
         """Return the same device with host memory as its offload tier.
 
-        None if host memory is the tier already, or if its size is unknown.
+        The result is None if host memory is the tier already, or if the size of host memory is unknown.
         """
         if self.host_link is None or not self.host_bytes:
             return None
@@ -111,15 +118,15 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One host.
+    """One host with its devices.
 
-    ``concurrent`` is the number of devices that can compute at full speed together; it is smaller than the number of
-    devices if CPU ranks share cores. The other fields are measurements, or empty:
+    ``concurrent`` is the number of devices that can compute at full speed together. It is smaller than the number of
+    devices if CPU ranks share cores. The remaining fields are measurements. An empty tuple means not measured.
 
-    ``speeds[k − 1]``          speed of each of k devices that compute at once. It decreases even if each has its own
-                               cores, because devices also share memory bandwidth.
-    ``sum_seconds[k − 1]``     seconds of an all-reduce of a few numbers between k devices that have just computed, as
-                               at the end of each step
+    ``speeds[k − 1]``          speed of each of k devices that compute at once. It decreases with k even if each device
+                               has its own cores, because devices also share memory bandwidth.
+    ``sum_seconds[k − 1]``     seconds of an all-reduce of a few numbers between k devices that have just computed. Each
+                               step ends with such an all-reduce.
     ``reduce_seconds[k − 1]``  seconds per byte of gradients in an all-reduce between k devices
     """
 
@@ -145,11 +152,12 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The nodes, the link between two devices of one node, and the link of each device to other nodes.
+    """The nodes and the links between their devices.
 
+    ``local`` is the link between two devices of one node. ``remote`` is the link of each device to other nodes.
     ``local_over_host``: messages between devices of a node use the same wires as offloading (PCIe without NVLink).
-    ``remote_ways``: the number of devices of a node that can send to other nodes at full speed at once; 0 if each
-    device has its own network card.
+    ``remote_ways``: how many devices of a node can send to other nodes at full speed at once; 0 if each device has its
+    own network card.
     """
 
     nodes: tuple[Node, ...]
@@ -200,7 +208,7 @@ class Cluster:
         return tuple(n for n, node in enumerate(self.nodes) for _ in node.devices)
 
     def with_devices(self, devices: Iterable[Device]) -> Cluster:
-        """Return the same cluster with other devices, in the same order and number."""
+        """Return the same cluster with its devices replaced by ``devices``, which has one device for each rank."""
         left = iter(devices)
         nodes = [
             replace(node, devices=tuple(itertools.islice(left, len(node.devices))))
@@ -237,10 +245,10 @@ class Cluster:
         )
 
     def while_all_swap(self, device: Device) -> Device:
-        """Return ``device`` with the bandwidth to the offload tier that it gets if all devices of its node swap at
-        once.
+        """Return ``device`` with the offload bandwidth that remains for it while all devices of its node swap.
 
-        Devices of a node share a disk, but each has its own link to host memory.
+        Devices of a node share the bandwidth of a disk. Each device has its own link to host memory, so that bandwidth
+        does not change.
         """
         if not device.swaps_to.shared:
             return device
@@ -273,7 +281,8 @@ class Cluster:
 def with_buckets(cluster: Cluster) -> Cluster:
     """Return the cluster with gradient buckets whose size suits the slowest link between replicas.
 
-    The size is the bytes that this link carries in 16 latencies, in whole MiB.
+    The size is the bytes that this link carries in 16 times its latency, in whole MiB, but at least 4 MiB and at most
+    64 MiB.
     """
     link = cluster.local if len(cluster.nodes) == 1 else cluster.remote
     mebibytes = int(_LATENCIES * link.latency_seconds * link.bytes_per_second) // 2**20

@@ -18,15 +18,20 @@ _OF_TRAINING = "activations", "optimizer", "shard"
 class PlanConfig:
     """Constraints on the planner; ``auto`` lets the planner choose.
 
-    ``stages``: pipeline stages. ``replicas``: a number for every stage, or one per stage such as ``[1, 2]``.
+    ``stages``: pipeline stages.
+    ``replicas``: a number for every stage, or one per stage such as ``[1, 2]``.
     ``schedule``: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, breadth-first, or one of your own as
-    ``package.module:function`` (:func:`parallax.register_schedule`). ``interleave``: virtual stages per pipeline rank,
-    for a schedule that supports several. ``group``: under breadth-first, the micro-batches that each block computes
-    before the next block begins; offloaded weights are read once per group. ``activations``: keep, offload or
-    recompute, forced on every block. ``optimizer`` and ``parameters``: where the optimizer states, and the parameters
-    with their gradients, are stored: ``device``, or ``host`` for the offload tier. ``shard``: ``optimizer`` shards the
-    states on the device over a stage's replicas; ``none`` gives every replica all of them. ``replan``: ``auto`` plans
-    again, once, at the next checkpoint of a run whose steps differ from the prediction by more than a fifth.
+        ``package.module:function`` (:func:`parallax.register_schedule`).
+    ``interleave``: virtual stages per pipeline rank, for a schedule that supports several.
+    ``group``: with the breadth-first schedule, the number of micro-batches that each block computes before the next
+        block begins. Offloaded weights are read once per group.
+    ``activations``: keep, offload or recompute, forced on every block.
+    ``optimizer``: where the optimizer states are stored: ``device``, or ``host`` for the offload tier.
+    ``parameters``: where the parameters and their gradients are stored: ``device``, or ``host`` for the offload tier.
+    ``shard``: ``optimizer`` shards the optimizer states on the device over a stage's replicas; ``none`` stores all of
+        them on every replica.
+    ``replan``: ``auto`` plans again, at most once, if measured steps differ from the prediction by more than a fifth.
+        The new plan takes effect at the next checkpoint.
     """
 
     stages: int | str = AUTO
@@ -85,9 +90,8 @@ class PlanConfig:
             )
 
     def check_task(self, task: PlanTask) -> None:
-        """Raise :class:`ConfigError` if ``task`` is not training and a
-        constraint is set that only training can satisfy.
-        """
+        """Raise :class:`ConfigError` if ``task`` is not training and a constraint is set that only training can
+        satisfy."""
         for key in _OF_TRAINING if not task.trains else ():
             if (value := getattr(self, key)) != AUTO:
                 raise ConfigError(
@@ -108,19 +112,20 @@ class PlanConfig:
     def freed(self) -> str:
         """Return the command-line options that reset every constraint to auto.
 
-        ``plan=auto`` alone does not override an option that the user typed, so each option that is not auto is listed.
+        The option ``plan=auto`` alone does not override constraints that the user typed. So the result names each
+        constraint that is not auto.
         """
         changed = [key.name for key in fields(self) if getattr(self, key.name) != key.default]
         return " ".join(f"plan.{name}=auto" for name in changed if name != "replan") or "plan=auto"
 
     def load_schedule(self) -> None:
-        """Import a schedule that the user has written, so that its errors are raised before any other work."""
+        """Import the user's own schedule, if the configuration names one, to raise its errors before any other work."""
         if self.schedule != AUTO:
             resolve_schedule(self.schedule)
 
     @property
     def schedules(self) -> list[Schedule]:
-        """Return the schedules to try. A schedule of the user is imported unless it is registered already."""
+        """Return the schedules to try. A user's own schedule is imported unless it is registered already."""
         if self.schedule != AUTO:
             return [resolve_schedule(self.schedule)]
         tried = [schedule for schedule in SCHEDULES.values() if schedule.searched]

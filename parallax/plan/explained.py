@@ -10,7 +10,8 @@ from parallax.plan.plan import Directive, Plan, StagePlan
 
 
 def explain(plan: Plan, remarks: Sequence[str] = ()) -> list[str]:
-    """Return sentences with numbers that explain ``plan``; ``remarks`` come before the reasons for the choice."""
+    """Return sentences with numbers that explain ``plan``. ``remarks`` come before the reasons for the planner's
+    choice."""
     pipeline_ranks = [
         _explain_pipeline_rank(plan, pipeline_rank) for pipeline_rank in range(plan.pipeline_ranks)
     ]
@@ -74,7 +75,7 @@ def _blocks(stage: StagePlan) -> str:
 
 
 def explain_choice(plan: Plan) -> list[str]:
-    """Return sentences that compare the plan with the runners-up, and bound how much faster any other plan can be."""
+    """Return sentences that compare the plan with the runners-up, and a bound on how much faster any plan can be."""
     compared = f"{plan.candidates} candidates compared by predicted step time"
     if plan.exact:
         lines = [f"{compared}; none that was left out can be faster by the planner's formula."]
@@ -94,5 +95,5 @@ def explain_choice(plan: Plan) -> list[str]:
 
 
 def _largest(terms: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return the three largest terms that are not zero."""
+    """Return the names and values of the three largest terms that are not zero."""
     return sorted(((k, v) for k, v in terms.items() if v), key=lambda term: -term[1])[:3]

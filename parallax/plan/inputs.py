@@ -1,7 +1,7 @@
 """Save and load the planner's inputs, profile and cluster, in one file beside the plan.
 
 With this file a plan can be simulated, explained and corrected later, on another machine, without measuring again.
-Equal devices are written once, so a cluster of a thousand takes a few lines.
+Equal devices are written once, so a cluster of a thousand equal devices takes a few lines.
 """
 
 from __future__ import annotations

@@ -11,12 +11,15 @@ from parallax.plan.schedule import Action, Kind
 def actions(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -> list[Action]:
     """Return all actions of one training step for the ranks of ``pipeline_rank``.
 
-    There is one reduce and one update for all stages of the pipeline rank. If a stage offloads, each backward has a
-    FETCH right after the preceding compute action, so that reading overlaps with sending and with the wait for the
-    gradient::
+    The list ends with one reduce and one update for all stages of the pipeline rank. If a stage offloads activations,
+    each backward is prepared by a FETCH, which starts to read the offloaded activations. The FETCH comes right after
+    the preceding forward or backward and its send. So the reading overlaps with the transfer and with the wait for the
+    gradient.
 
-        1f1b, last but one of several stages, offloading
-        F0 S0 | R1 F1 S1 L0 | R B0 S | F2 S2 L1 | R B1 S | ...
+    An example is the last stage but one under 1F1B, with offloading. The letters mean forward (F), backward (B), send
+    (S), receive (R) and fetch (L), and the numbers are micro-batches::
+
+        R0 F0 S0 | R1 F1 S1 L0 | R0 B0 S0 | R2 F2 S2 L1 | R1 B1 S1 | ...
     """
     offload = any(pipeline.stages[stage].offloads for stage in pipeline.stages_of(pipeline_rank))
     listed = _compute_order(pipeline, pipeline_rank, micro_batches)
@@ -45,7 +48,7 @@ def evaluation_actions(pipeline: Pipeline, pipeline_rank: int, micro_batches: in
 
 
 def task_actions(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -> list[Action]:
-    """Return all actions of one step for the ranks of ``pipeline_rank``, for the task of the pipeline."""
+    """Return all actions of one step of the pipeline's task, for the ranks of ``pipeline_rank``."""
     listed = actions if pipeline.task.trains else evaluation_actions
     return listed(pipeline, pipeline_rank, micro_batches)
 
@@ -57,7 +60,10 @@ def _compute_order(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -
 
 
 def _with_messages(pipeline: Pipeline, action: Action) -> list[Action]:
-    """Return a compute action with its receive before it and its send after it. A local edge needs neither."""
+    """Return a compute action with its receive before it and its send after it.
+
+    Nothing is sent or received between two stages of one pipeline rank.
+    """
     entering, leaving = (
         edge is not None and not pipeline.is_local(edge)
         for edge in (pipeline.entering(action.stage), pipeline.leaving(action.stage))

@@ -15,7 +15,8 @@ RATIO = 1.1
 def sizes(global_batch: int, microbatch: int | str) -> list[int]:
     """Return the micro-batch sizes to try, in rows.
 
-    This is the configured size, or for auto the batch and its repeated halves down to one row.
+    If ``microbatch`` is a number, it is the only size. If it is auto, the sizes are the batch and its repeated halves
+    down to one row.
     """
     if microbatch != AUTO:
         return [min(global_batch, int(microbatch))]
@@ -28,8 +29,10 @@ def sizes(global_batch: int, microbatch: int | str) -> list[int]:
 def balanced_sizes(global_batch: int, replicas: int, step: int = 1) -> list[int]:
     """Return the micro-batch sizes, in rows, that are worth trying with ``replicas`` replicas.
 
-    For every number of rows per rank, at least one, it is the smallest size that gives the fewest micro-batches.
-    ``step`` must divide the number of micro-batches.
+    Each candidate follows from a number of rows per replica, from the even share of the batch down to one row. The
+    fewest micro-batches with at most that many rows per replica are rounded up to a multiple of ``step``. The candidate
+    is the smallest size that gives this number of micro-batches. After ``MOST_SIZES`` candidates, the rows per replica
+    shrink by the factor ``RATIO`` from one candidate to the next.
     """
     found: list[int] = []
     rows = -(-global_batch // replicas)

@@ -49,15 +49,15 @@ class Directive(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """A stage: blocks ``start`` to ``stop`` on ``replicas`` ranks, with one directive per block.
+    """A stage: blocks ``start`` to ``stop`` (exclusive) on ``replicas`` ranks, with one directive per block.
 
-    ``swap_limit_bytes``   limit of the offloaded activations that are on the device at one time
-    ``tier_bytes``         limit of the activations in the offload tier
+    ``swap_limit_bytes``   largest bytes of offloaded activations that may be on the device at one time
+    ``tier_bytes``         largest bytes of activations in the offload tier
     ``optimizer_offload``  fraction of optimizer states and master copies that is offloaded and stepped on the host
-    ``state_bytes``        limit of these states in the tier
-    ``parameter_offload``  fraction of parameters and gradients that is offloaded, of those that only one block uses.
-                           They are fetched to the device block by block, for every forward and backward.
-    ``streamed_bytes``     limit of these parameters, gradients and master copies in the tier
+    ``state_bytes``        largest bytes of these states and copies in the tier
+    ``parameter_offload``  fraction that is offloaded of the parameters that only one block uses, and of their
+                           gradients. They are fetched to the device block by block, for every forward and backward.
+    ``streamed_bytes``     largest bytes of these parameters, gradients and master copies in the tier
     ``shard_optimizer``    each replica holds and steps only its shard of the states on the device
     ``bucket_bytes``       bytes of the buckets in which replicas sum gradients
     ``inputs_ahead``       copy inputs to the device while the previous micro-batch computes (first stage only)
@@ -103,7 +103,7 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPrediction:
-    """The predicted peak of one rank and its budget, in bytes of device memory, and its stalls.
+    """The prediction for one rank: its peak bytes of device memory, its budget, its offloaded bytes, and its stalls.
 
     ``returns_freed``: the peak is near the budget, so the allocator returns freed memory to the system at once.
     """
@@ -128,11 +128,12 @@ class RankPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePrediction:
-    """The predicted bytes at the peak and seconds of a step, by term, for the rank of a pipeline rank that needs most
-    memory.
+    """The prediction for one pipeline rank. It describes the rank that needs the most memory.
 
-    ``memory``: see :meth:`parallax.plan.cost.stage.StageLoad.memory`. ``seconds``: forward, backward, recompute, stall
-    (waiting for swapped data), reduce (not overlapped with compute), update, idle; their sum is the step.
+    ``memory`` has the bytes of each kind of data at the memory peak
+    (:meth:`parallax.plan.cost.stage.StageLoad.memory`). ``seconds`` divides the seconds of a step into forward,
+    backward, recompute, stall (waiting for swapped data), reduce (only the part that does not overlap with compute),
+    update and idle.
     """
 
     memory: dict[str, int]
@@ -150,7 +151,11 @@ class StagePrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """The simulator's prediction for a plan, for each rank and, by term, for each pipeline rank."""
+    """The simulator's prediction for a plan.
+
+    ``ranks`` has one entry for each rank. ``stages`` has one entry for each pipeline rank, with its bytes and seconds
+    by kind.
+    """
 
     step_seconds: float
     bubble: float
@@ -185,11 +190,14 @@ class Coordinate(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """How often a block runs in a step. A visit is a run of consecutive micro-batches.
+    """How often a block runs in a step.
 
-    ``micro_batches``: the number of micro-batches per visit. ``again``: the block is visited several times in a step,
-    so offloaded gradients are read back to add to them. ``backward``: a backward follows, which fetches offloaded
-    parameters again.
+    A visit is a run of consecutive micro-batches that one block computes. Offloaded parameters of the block are fetched
+    once per visit.
+
+    ``micro_batches``  number of micro-batches per visit
+    ``again``          the block is visited several times in a step, so offloaded gradients are read back to be summed
+    ``backward``       a backward follows, which fetches offloaded parameters again
     """
 
     micro_batches: int = 1
@@ -203,10 +211,10 @@ EACH_MICRO_BATCH = Visits()
 def visits_of(
     schedule: Schedule, micro_batches: int, *, alone: bool, task: PlanTask = PlanTask.TRAINING
 ) -> Visits:
-    """Return the visits of a block in a step.
+    """Return how often a block is visited in a step.
 
-    ``alone``: the stage of the block has no other block. Otherwise the blocks of the stage alternate, so each visit
-    computes one micro-batch.
+    ``alone`` means that the stage has only this block. A stage with several blocks runs all of them for each
+    micro-batch, so each visit computes one micro-batch.
     """
     run = schedule.run_length(micro_batches) if alone else 1
     return Visits(run, run < micro_batches, task.trains)
@@ -215,9 +223,10 @@ def visits_of(
 def boundaries_held(schedule: Schedule, pipeline_ranks: int, micro_batches: int) -> int:
     """Return the largest number of boundary tensors that a rank holds at one time, for schedules with groups.
 
-    If stages compute groups of micro-batches, these are the tensors of a group, which wait for the next stage, and
-    three in transit; with several pipeline ranks twice that number. The result is 0 for other schedules, in which every
-    edge has separate tensors.
+    A boundary tensor is the output of one stage and the input of the next one. If stages compute groups of
+    micro-batches, all tensors of a group wait for the next stage, and three more are in transit. With several pipeline
+    ranks the number is twice as large. The result is 0 for schedules without groups, in which every edge has its own
+    tensors.
     """
     if schedule.grouping is None:
         return 0
@@ -230,8 +239,9 @@ class Pipeline:
     """The part of a plan that is simulated: stages in the order of the data, and the schedule of their micro-batches.
 
     There are ``len(stages) / interleave`` pipeline ranks, each with ``interleave`` virtual stages of equal replica
-    counts. The ``schedule`` maps stages to pipeline ranks. ``placement`` lists the ranks by pipeline rank, replica by
-    replica; empty means in order. A pipeline whose ``task`` is not training runs only the forwards of its schedule.
+    counts. The ``schedule`` maps stages to pipeline ranks. ``placement`` lists the ranks by pipeline rank and, within a
+    pipeline rank, by replica; an empty tuple means ascending order. A pipeline whose ``task`` is not training runs only
+    the forwards of its schedule.
     """
 
     schedule: Schedule
@@ -284,7 +294,7 @@ class Pipeline:
         return self._leaving.get(stage)
 
     def visits(self, stage: int) -> Visits:
-        """Return the visits of the blocks of ``stage``."""
+        """Return how often each block of ``stage`` is visited in a step."""
         alone = self.stages[stage].stop - self.stages[stage].start == 1
         count = self.micro_batches(self.global_batch)
         return visits_of(self.schedule, count, alone=alone, task=self.task)
@@ -300,10 +310,10 @@ class Pipeline:
         return self.pipeline_rank(edge.sender) == self.pipeline_rank(edge.receiver)
 
     def messages_ahead(self, sender: int) -> int:
-        """Return how many messages from stage ``sender`` may be unreceived before a send waits.
+        """Return how many unreceived messages stage ``sender`` may have sent before its next send blocks.
 
-        It is one more than the micro-batches in flight there, or the number of stages if all micro-batches are in
-        flight.
+        This is one more than the largest number of micro-batches in flight on the stage. If the schedule keeps all
+        micro-batches in flight, it is the number of stages instead.
         """
         if self.schedule.holds_all:
             return len(self.stages)
@@ -342,15 +352,17 @@ class Pipeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Pipeline):
-    """A pipeline with the planner's other decisions and the prediction. ``schedule`` may be a name.
+    """A pipeline with the planner's other decisions and the prediction. The constructor also accepts the name of a
+    schedule.
 
-    If ``gather_loss``, the last stage gathers the outputs of all micro-batches and replicas and computes one loss of
-    the whole batch; otherwise each micro-batch of each replica has its own loss.
-
-    ``tier`` names the offload tier (:mod:`parallax.plan.tier`). ``candidates`` is the number of plans that the search
-    compared. ``exact``: no plan is better under the search's cost model; otherwise ``bound_seconds`` is a lower bound
-    on any plan's step. ``alternatives`` are the runners-up. ``spare_devices`` of the cluster are unused, because using
-    them would not make the step shorter.
+    ``gather_loss``    the last stage gathers the outputs of all micro-batches and replicas and computes one loss of the
+                       whole batch; otherwise each micro-batch of each replica has its own loss
+    ``tier``           name of the offload tier (:mod:`parallax.plan.tier`)
+    ``candidates``     number of plans that the search compared
+    ``exact``          no plan is better under the search's cost model
+    ``bound_seconds``  lower bound on the step of any plan; used if ``exact`` is false
+    ``alternatives``   the runners-up
+    ``spare_devices``  number of unused devices of the cluster; with them the step would not be shorter
     """
 
     model: str
@@ -444,7 +456,7 @@ class Plan(Pipeline):
     def rows_of(self, rank: int) -> int:
         """Return how many rows of a global batch a rank computes.
 
-        It is 0 for an idle replica, if there are more replicas than rows in every micro-batch.
+        The result is 0 if the rank's replica gets no row of any micro-batch because there are more replicas than rows.
         """
         pipeline_rank, replica, _ = self.coordinate(rank)
         replicas, count = self.stages[pipeline_rank].replicas, self.micro_batches(self.global_batch)
@@ -508,11 +520,12 @@ class Plan(Pipeline):
             ) from error
 
     def allocator_bytes(self, rank: int) -> int:
-        """Return the limit of a rank's allocator: the budget less the device memory outside the allocator."""
+        """Return the limit of a rank's allocator: the rank's budget without the device memory outside the allocator."""
         return self.prediction.ranks[rank].budget_bytes - self._beside_allocator(rank)
 
     def allocator_peak_bytes(self, rank: int) -> int:
-        """Return the predicted peak of a rank's allocator: the peak less the device memory outside the allocator."""
+        """Return the predicted peak of a rank's allocator: the rank's peak without the device memory outside the
+        allocator."""
         return self.prediction.ranks[rank].peak_bytes - self._beside_allocator(rank)
 
     def _beside_allocator(self, rank: int) -> int:
@@ -564,7 +577,7 @@ class Plan(Pipeline):
         return {name: value for name, value in self.to_dict().items() if name in names}
 
     def diff(self, other: Plan) -> list[str]:
-        """Return one line ``key: mine -> theirs`` for each difference."""
+        """Return one line ``key: value in this plan -> value in other`` for each difference."""
         mine, theirs = dict(_flatten("", self.to_dict())), dict(_flatten("", other.to_dict()))
         return [
             f"{key}: {mine.get(key, '(none)')} -> {theirs.get(key, '(none)')}"

@@ -1,9 +1,9 @@
 """The profile: the costs of a model, block by block, as data for the planner.
 
-A cost is affine in the rows of a micro-batch, ``fixed + per_row · rows``. That is exact for storage, because a saved
-tensor either has a row dimension or not, and accurate for time beyond the measured rows. Between measured numbers of
-rows a cost is interpolated: with one row, matrix products are too small to run at full speed, and workspaces differ. A
-time may also have a ``floor``, the launch time of kernels that are too small to fill a device.
+A cost is affine in the rows of a micro-batch, ``fixed + per_row · rows``. For storage this is exact, because a saved
+tensor either has a row dimension or not. For time it is accurate beyond the measured numbers of rows. Between measured
+numbers a cost is interpolated, because matrix products of few rows do not run at full speed and because workspaces
+differ. A time may also have a ``floor``, the launch time of kernels that are too small to fill a device.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Affine:
     def measured(cls, points: Sequence[tuple[int, float]]) -> Affine:
         """Return the cost that interpolates the (rows, value) ``points``, which have increasing rows.
 
-        Beyond the last point it continues along a line through this point and an earlier one: the largest point with at
-        most a quarter of the rows.
+        Beyond the last point the cost continues along a line. The line passes through the last point and through the
+        largest point that has at most a quarter of its rows.
         """
         if not points:
             return cls()
@@ -105,28 +105,32 @@ NOISY = 1.5  # slowdown against an idle machine above which measured seconds are
 class BlockCost:
     """The costs of one block on one device. Bytes and seconds that depend on the rows are :class:`Affine`.
 
-    ``frozen_bytes``      the part of ``parameter_bytes`` that is not trained: no gradient, no optimizer state and
-                          no full-precision copy
-    ``largest_bytes``     bytes of the largest trained parameter; 0 if not measured: then it may be all trained bytes
-    ``flops_per_row``     operations of matrix products of a forward and a backward without recomputation; 0 if unknown
-    ``weight_seconds``    the part of ``backward_seconds`` that computes gradients of parameters (W); zero-bubble
-                          schedules run it separately from the input-gradient pass (B)
-    ``split_seconds``     the additional seconds of such a split backward
-    ``skipped_seconds``   the part of a forward that recomputation omits, because it ends when the last tensor that the
-                          backward needs is computed
-    ``offload_seconds``   the slowdown of forward and backward together if activations are offloaded, without waits
-    ``moved``             bytes of saved activations that can be offloaded, per micro-batch in flight
-    ``stays``             bytes saved for backward that are never offloaded: small tensors, casts of parameters
-    ``by_loss``           bytes that the loss saves after the last block; they are resident under every directive
-    ``input``             bytes of the block's input tensors
-    ``output``            bytes of the block's output tensors
-    ``forward_work``      bytes allocated only while the forward runs, beyond input, output and saved activations
-    ``backward_work``     bytes allocated only while the backward runs, without the gradients of parameters
-    ``gathered_bytes``    for a loss over the whole batch: bytes of the last block's outputs for the whole batch
-    ``gathered_work``     additional bytes of that loss
-    ``gathered_seconds``  seconds of that loss
-    ``deferred``          bytes held from the input-gradient to the weight-gradient pass, in place of saved activations
-    ``split_work``        the ``backward_work`` of the larger of the two passes
+    ``frozen_bytes``     the part of ``parameter_bytes`` that is not trained: no gradient, no optimizer state and no
+                         full-precision copy
+    ``largest_bytes``    bytes of the largest trained parameter; 0 if not measured. The planner then assumes that one
+                         parameter has all trained bytes.
+    ``flops_per_row``    operations of matrix products of a forward and a backward without recomputation; 0 if unknown
+    ``weight_seconds``   the part of ``backward_seconds`` that computes gradients of parameters (W); zero-bubble
+                         schedules run it separately from the input-gradient pass (B)
+    ``split_seconds``    the additional seconds of a backward that is split into B and W
+    ``skipped_seconds``  the part of a forward that recomputation omits, because recomputation ends when the last tensor
+                         that the backward needs is computed
+    ``offload_seconds``  the slowdown of forward and backward together if activations are offloaded, without waits
+    ``moved``            bytes of saved activations that can be offloaded, per micro-batch in flight
+    ``stays``            bytes saved for backward that are never offloaded: small tensors, casts of parameters
+    ``by_loss``          bytes that the loss saves after the last block; they are resident under every directive
+    ``input``            bytes of the block's input tensors
+    ``output``           bytes of the block's output tensors
+    ``forward_work``     bytes allocated only while the forward runs, beyond input, output and saved activations
+    ``backward_work``    bytes allocated only while the backward runs, without the gradients of parameters
+    ``deferred``         bytes held from the input-gradient to the weight-gradient pass, in place of saved activations
+    ``split_work``       the ``backward_work`` of the larger of the two passes
+
+    A loss over the whole batch has three more costs, on the last block:
+
+    ``gathered_bytes``    bytes of the last block's outputs for the whole batch
+    ``gathered_work``     additional bytes that are allocated while this loss runs
+    ``gathered_seconds``  seconds of this loss
     """
 
     name: str
@@ -180,8 +184,9 @@ _NUMBERS = tuple(field.name for field in fields(BlockCost) if field.name != "nam
 class Utilization:
     """Model FLOP utilization (Chowdhery et al. 2022, appendix B).
 
-    It is the operations per second of matrix products that the model needs, as a fraction of the devices' peak.
-    ``flops_per_row`` is the number of operations of a row, forward and backward, without recomputation.
+    It is the rate of the matrix-product operations that the model needs, as a fraction of the devices' peak rate.
+    ``flops_per_row`` is the number of these operations for a row, forward and backward, without recomputation.
+    ``peak_flops`` is the peak of one device in operations per second.
     """
 
     flops_per_row: float = 0.0
@@ -189,7 +194,7 @@ class Utilization:
     peak_source: str = ""
 
     def share(self, rows_per_second: float, ranks: int) -> float | None:
-        """Return the utilization of ``ranks`` devices; None if the operations or the peak are unknown."""
+        """Return the utilization of ``ranks`` devices, from 0 to 1; None if the operations or the peak are unknown."""
         if not self.flops_per_row or not self.peak_flops:
             return None
         return self.flops_per_row * rows_per_second / (ranks * self.peak_flops)
@@ -199,24 +204,26 @@ class Utilization:
 class ModelProfile:
     """The blocks of a model in order, the parameters they share, and the device and precision of the costs.
 
-    ``ties``               bytes of each trained parameter that several blocks use, and these blocks. An entry with
-                           one block stands for parameters that cannot be offloaded for another reason.
-    ``frozen_ties``        the same for parameters that are not trained
-    ``reads``              for each block, the earlier blocks whose results it uses, with bytes for one row; empty if
-                           unknown, as for a chain
+    ``ties``               for each trained parameter that several blocks use: its bytes and the indices of these
+                           blocks. An entry with one block stands for parameters that cannot be offloaded for another
+                           reason.
+    ``frozen_ties``        entries as in ``ties`` for parameters that are not trained
+    ``reads``              for each block, the earlier blocks whose results it uses, with the bytes of each result for
+                           one row; empty if unknown, which the planner treats as a chain of blocks
     ``optimizer_bytes``    bytes of optimizer state per byte of trained parameters (AdamW in fp32: 2.0)
     ``optimizer_seconds``  seconds of an update per byte of trained parameters
     ``gradient_bytes``     bytes of gradients per byte of trained parameters
     ``master_bytes``       bytes of full-precision copies per byte of trained parameters; 0.0 if the parameters
                            themselves are in full precision
     ``divides``            whether the optimizer may step a part of a parameter
-    ``gathered_rows``      number of rows over which one loss is computed per step; 0: each micro-batch has its own loss
+    ``gathered_rows``      number of rows over which one loss is computed per step; 0 if each micro-batch has its own
+                           loss
     ``freeing_slowdown``   factor by which computing slows down if the allocator returns freed memory to the system at
                            once
     ``peak_flops``         peak operations of matrix products per second of one device in this precision; 0 if unknown
-    ``peak_source``        the source of that figure
-    ``source``             measured, or derived from shapes
-    ``disturbance``        measured time relative to that on an idle machine
+    ``peak_source``        the source of ``peak_flops``
+    ``source``             how the costs were found: measured, or derived from shapes
+    ``disturbance``        measured time relative to the time on an idle machine
     """
 
     model: str
@@ -284,7 +291,7 @@ class ModelProfile:
     def _check_ties(self, kind: str, held: Sequence[int]) -> None:
         """Raise :class:`PlanError` unless all ties of one ``kind`` are valid.
 
-        They must name existing blocks, and each of these blocks must hold at least the bytes of its ties. ``held`` is
+        Ties must name existing blocks, and each of these blocks must hold at least the bytes of its ties. ``held`` has
         the bytes of each block.
         """
         tied = [0] * len(self.blocks)
@@ -312,7 +319,7 @@ class ModelProfile:
 
     @property
     def utilization(self) -> Utilization:
-        """Return the operations of a row in all blocks, with the device's peak to compare them to."""
+        """Return the operations of a row in all blocks together with the peak of the device."""
         flops = sum(block.flops_per_row for block in self.blocks)
         return Utilization(flops, self.peak_flops, self.peak_source)
 
@@ -346,7 +353,8 @@ class ModelProfile:
         return sum(block.trained for block in self.blocks) - self._repeated_numbers(self.ties)
 
     def _repeated_numbers(self, ties: Sequence[tuple[int, tuple[int, ...]]]) -> int:
-        """Return by how many parameters the sum over all blocks is too large because of shared parameters."""
+        """Return how many parameters the sum over all blocks counts more than once because several blocks
+        share them."""
         users = [(size, blocks, self.blocks[blocks[0]]) for size, blocks in ties if blocks]
         return sum(
             round(size * block.parameters / block.parameter_bytes) * (len(blocks) - 1)

@@ -1,7 +1,8 @@
 """Assign rows of the global batch to micro-batches, and rows of a micro-batch to the replicas of a stage.
 
-A batch of B rows is partitioned into M micro-batches at ⌊B·m/M⌋; replica k of r holds rows [⌊b·k/r⌋, ⌊b·(k+1)/r⌋) of a
-micro-batch of b rows. Nothing needs to divide evenly: intervals may differ by one row, or be empty.
+A batch of B rows is partitioned into M micro-batches: micro-batch m has the rows from ⌊B·m/M⌋ to ⌊B·(m+1)/M⌋. A
+micro-batch of b rows is partitioned over r replicas in the same way: replica k has the rows from ⌊b·k/r⌋ to
+⌊b·(k+1)/r⌋. Nothing needs to divide evenly: intervals may differ by one row, or be empty.
 """
 
 from __future__ import annotations

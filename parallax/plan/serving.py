@@ -5,10 +5,11 @@
     requests ─ HTTP thread ─ queue ─ batch of up to n rows ─┬─ copy 0: stage 0 ─ stage 1 ─┬─ HTTP thread ─ answers
                                                             └─ copy 1: stage 0 ─ stage 1 ─┘
 
-Requests of one row arrive as a Poisson process. Batches are taken as :mod:`parallax.serve.batching` takes them, while
-fewer than stages × copies are in flight. A stage computes one batch at a time. The HTTP thread reads and answers one
-request at a time; if it shares a core with the model, each gets half of it while both have work. Arrivals are equal for
-all settings but the rate, so that predictions can be compared.
+Requests of one row arrive as a Poisson process. Batches form by the rules of :mod:`parallax.serve.batching`, while
+fewer than stages × copies batches are in flight. A stage computes one batch at a time. The HTTP thread reads or answers
+one request at a time. If the HTTP thread shares a core with the model, each of the two gets half of the core while both
+have work. All simulations use the same random arrivals, scaled to the rate of requests, so that predictions for
+different settings can be compared.
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ MOST_COPIES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class BatchTimes:
-    """Seconds of a batch, by its rows: the entry ``n - 1`` is for n rows. ``latency``: through an idle pipeline.
-    ``stages``: for each stage, the seconds in which it computes no other batch."""
+    """The seconds of a batch, by its number of rows. Entry ``n - 1`` of each tuple is for n rows.
+
+    ``latency`` is the time of a batch through an idle pipeline. ``stages`` has, for each stage, the seconds for which a
+    batch occupies the stage.
+    """
 
     latency: tuple[float, ...]
     stages: tuple[tuple[float, ...], ...]
@@ -42,7 +46,7 @@ class BatchTimes:
     def between(
         cls, rows: Sequence[int], latency: Sequence[float], stages: Sequence[Sequence[float]]
     ) -> BatchTimes:
-        """Return the times for 1 to ``rows[-1]`` rows, interpolated between those of some numbers of ``rows``."""
+        """Return the times for 1 to ``rows[-1]`` rows, interpolated from the times for each number in ``rows``."""
         every = np.arange(1, rows[-1] + 1)
 
         def interpolated(values: Sequence[float]) -> tuple[float, ...]:
@@ -54,14 +58,18 @@ class BatchTimes:
     def measured(
         cls, seconds: Mapping[int, float], most: int, shares: Sequence[float] = (1.0,)
     ) -> BatchTimes:
-        """Return the times for 1 to ``most`` rows from measured latencies of some numbers of rows. ``shares``: the
-        fraction of the latency for which each stage computes."""
+        """Return the times for 1 to ``most`` rows, interpolated from latencies that were measured for some numbers of
+        rows.
+
+        ``seconds`` maps a number of rows to the measured latency. ``shares`` has, for each stage, the fraction of the
+        latency for which the stage computes.
+        """
         found = {**dict(sorted(seconds.items())), most: seconds[max(seconds)]}
         latency = list(found.values())
         return cls.between(list(found), latency, [[s * each for each in latency] for s in shares])
 
     def padded(self) -> BatchTimes:
-        """Return the times if each batch is padded to the most rows."""
+        """Return the times if each batch is padded to the largest number of rows."""
         count = self.most_rows
         return BatchTimes(
             latency=self.latency[-1:] * count,
@@ -73,7 +81,8 @@ class BatchTimes:
         return len(self.latency)
 
     def starts(self, rows: int) -> list[float]:
-        """Return the seconds from a batch's start until it can start at each stage of an idle pipeline."""
+        """Return, for each stage, the seconds from a batch's start until the stage can start it if the pipeline is
+        idle."""
         *before, last = [stage[rows - 1] for stage in self.stages]
         spread = (self.latency[rows - 1] - last) / (sum(before) or 1.0)
         return np.cumsum([0.0, *(spread * each for each in before)]).tolist()
@@ -81,9 +90,13 @@ class BatchTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """A server of ``copies`` of a pipeline. ``request_seconds``: of the HTTP thread for a request, half of them before
-    the request is queued. ``batch_seconds``: of the HTTP thread for a batch, before its answers. ``shares_core``: the
-    HTTP thread has no core of its own; only for one stage and one copy."""
+    """A server that runs ``copies`` copies of a pipeline.
+
+    ``request_seconds``  seconds that the HTTP thread needs for a request; half of them pass before the request is
+                         queued
+    ``batch_seconds``    seconds that the HTTP thread needs for a batch before it writes the batch's answers
+    ``shares_core``      the HTTP thread and the model share a core; used only with one stage and one copy
+    """
 
     times: BatchTimes
     copies: int = 1
@@ -93,7 +106,7 @@ class Server:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the model and the HTTP thread slow each other down."""
+        """Whether the model and the HTTP thread slow each other down because they share a core."""
         return self.shares_core and self.copies == len(self.times.stages) == 1
 
     @property
@@ -111,8 +124,10 @@ class Server:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """The prediction at a ``rate`` of requests per second. Latencies are infinite if the server is saturated.
-    ``batch_rows``: the mean of all batches."""
+    """The predicted latencies, in seconds, at a ``rate`` of requests per second.
+
+    Latencies are infinite if the server is saturated. ``batch_rows`` is the mean number of rows of a batch.
+    """
 
     rate: float
     max_wait: float
@@ -127,7 +142,11 @@ class Load:
 
 
 def simulate(server: Server, rate: float, max_wait: float, requests: int = REQUESTS) -> Load:
-    """Return the latencies of a server at ``rate`` requests of one row per second."""
+    """Return the predicted latencies of a server at ``rate`` requests of one row per second.
+
+    ``max_wait`` is the longest time in seconds that a request waits for its batch to fill. ``requests`` is the number
+    of requests to simulate.
+    """
     if rate >= server.most_per_second:
         most = float(server.times.most_rows)
         return Load(
@@ -150,7 +169,10 @@ def simulate(server: Server, rate: float, max_wait: float, requests: int = REQUE
 
 
 def best_wait(server: Server, rate: float) -> float:
-    """Return the ``max_wait`` with the smallest p99 at ``rate``; the shortest of equally good ones."""
+    """Return the ``max_wait``, in seconds, with the smallest p99 latency at ``rate`` requests per second.
+
+    If several values are equally good, the shortest one is returned.
+    """
     row = max(stage[0] for stage in server.times.stages)
     loads = [simulate(server, rate, factor * row) for factor in (0.0, *_WAITS)]
     least = min(load.p99 for load in loads)
@@ -162,8 +184,12 @@ def best_wait(server: Server, rate: float) -> float:
 def copies_needed(
     server: Server, rate: float, p99: float, wait: Callable[[Server], float]
 ) -> int | None:
-    """Return the least number of copies that answer ``rate`` requests per second, 99% of them within ``p99`` seconds
-    (0: any); None if no number does. ``wait``: the ``max_wait`` of a server."""
+    """Return the least number of copies of the pipeline that answer ``rate`` requests per second; None if no number
+    does.
+
+    With a ``p99`` above zero, 99% of the requests must be answered within ``p99`` seconds. ``wait`` is called with a
+    server and returns its ``max_wait`` in seconds.
+    """
 
     def fits(copies: int) -> bool:
         found = replace(server, copies=copies)
@@ -182,7 +208,10 @@ _HTTP, _DONE, _TIMER = 0, 1, 2  # events
 
 
 class _QueueRun:
-    """The events of a simulation, in the order of time. ``answered``: seconds by request."""
+    """Simulates a server event by event, in the order of time.
+
+    After :meth:`run`, ``answered`` has the time of each request's answer, in seconds from the start of the simulation.
+    """
 
     def __init__(self, server: Server, max_wait: float, arrivals: list[float]) -> None:
         self.arrivals, self.answered, self.batches = arrivals, [0.0] * len(arrivals), 0
@@ -219,7 +248,7 @@ class _QueueRun:
     # ---- the HTTP thread
 
     def _http(self, now: float, what: int, request: int) -> None:
-        """Give the HTTP thread a request to read or to answer."""
+        """Queue a request at the HTTP thread, to be read or answered."""
         self._work.append((what, request))
         if len(self._work) == 1:
             self._begin(now)
@@ -242,7 +271,7 @@ class _QueueRun:
     # ---- batches
 
     def _take(self, now: float) -> None:
-        """Start all batches that can start."""
+        """Start all batches that can start now."""
         stages, most = len(self._times.stages), self._times.most_rows
         while self._waiting:
             copy = min(range(len(self._in_flight)), key=self._in_flight.__getitem__)
@@ -279,8 +308,11 @@ class _QueueRun:
 
 
 class _SharedCoreRun:
-    """The same for a model and an HTTP thread on one core: the system gives each half of it while both have work, as it
-    does with two threads of equal priority."""
+    """Simulates a server whose model and HTTP thread run on one core.
+
+    While both have work, each gets half of the core. The operating system divides a core in this way between two
+    threads of equal priority. The attributes are those of :class:`_QueueRun`.
+    """
 
     def __init__(self, server: Server, max_wait: float, arrivals: list[float]) -> None:
         self.arrivals, self.answered, self.batches = arrivals, [0.0] * len(arrivals), 0
@@ -300,7 +332,7 @@ class _SharedCoreRun:
         self._run_until(math.inf)
 
     def _run_until(self, end: float) -> None:
-        """Let the model and the HTTP thread work until ``end``, or until all is answered."""
+        """Let the model and the HTTP thread work until the time ``end``, or until all requests are answered."""
         while True:
             slower = 2 if self._work and self._batch else 1
             http, model = slower * self._http_left, slower * self._model_left
@@ -323,7 +355,7 @@ class _SharedCoreRun:
         self._model_left -= seconds / slower
 
     def _timer(self) -> float:
-        """Return when the oldest request has waited long enough for a batch that is not full."""
+        """Return the time at which the oldest request has waited so long that its batch starts without being full."""
         return (
             self._waiting[0][1] + self._max_wait if self._waiting and not self._batch else math.inf
         )

@@ -47,14 +47,20 @@ class Bandwidths(Protocol):
 class Tier:
     """The properties of one offload tier.
 
-    ``name``: the tier's name in ``swap.tier``, plans and devices. ``key``: the key of ``cluster`` that limits the
-    tier's bytes on a node; errors name it. ``shared``: the ranks of a node share the bandwidth; otherwise each device
-    has its own link to its host. ``steps``: an optimizer can step states in place; otherwise states are fetched to the
-    device to be stepped. ``copied_by_threads``: threads of the rank copy the bytes and use its cores; otherwise the
-    device copies. ``in_ram``: the bytes are in the RAM of the host, so a device that is RAM itself cannot offload to
-    this tier. ``link``: the catalog's link to the tier; empty means the device's link to its host. ``bandwidth``: bytes
-    per second of a write and of a read on a measured machine. ``free_bytes``: free bytes now, given the folder for swap
-    files and the free bytes of the RAM.
+    ``name``               the tier's name in ``swap.tier``, plans and devices
+    ``key``                the setting in ``cluster`` that limits the tier's bytes on a node, named in errors; empty if
+                           the tier cannot hold bytes
+    ``shared``             the ranks of a node share the tier's bandwidth; otherwise each device has its own link to its
+                           host
+    ``steps``              an optimizer can step states in the tier; otherwise states are fetched to the device to be
+                           stepped
+    ``copied_by_threads``  threads of the rank copy the bytes and use the rank's cores; otherwise the device copies
+    ``in_ram``             the bytes are in the RAM of the host, so a device that is RAM itself cannot offload to this
+                           tier
+    ``link``               the catalog's link to the tier; empty means the device's link to its host
+    ``bandwidth``          function that returns the bytes per second of a write and of a read on a measured machine
+    ``free_bytes``         function that returns the tier's free bytes, given the folder for swap files and the free
+                           bytes of RAM
     """
 
     name: str
@@ -75,7 +81,7 @@ class Tier:
 
     @property
     def exists(self) -> bool:
-        """Return whether the tier can hold bytes."""
+        """Return whether the tier can hold bytes. Only the tier ``none`` cannot."""
         return bool(self.key)
 
 

@@ -17,9 +17,10 @@ class Work:
     """The work of one pass of one block over one micro-batch. All fields except ``kernels`` are affine in the rows.
 
     ``flops``            operations of matrix products
-    ``attention_flops``  the part of ``flops`` in attention: scores, and scores times values
-    ``operands``         number of activations that the other matrix products read and write
-    ``bytes``            memory traffic of all other operators
+    ``attention_flops``  the part of ``flops`` in the two products of attention: the scores, and the scores times the
+                         values
+    ``operands``         number of activations that the matrix products outside attention read and write
+    ``bytes``            bytes of memory traffic of all operators that are not matrix products
     ``kernels``          number of kernels launched, independent of the rows
     """
 
@@ -32,9 +33,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockWork:
-    """The work of one block. Byte fields are explained in :class:`~parallax.plan.profile.BlockCost`.
+    """The work of one block. :class:`~parallax.plan.profile.BlockCost` explains the byte fields.
 
-    ``gathered`` is the work of one loss over all rows, if there is one.
+    ``gathered`` is the work of a loss over the whole batch, if the model has one.
     """
 
     name: str

@@ -52,12 +52,16 @@ less than the workspace."""
 class CatalogClusterConfig:
     """Machines to plan for that are not available here. A list has one entry for each sort of nodes.
 
-    ``device``: a kind of device such as a100-80. ``nodes``: number of nodes, with ``devices_per_node`` devices each.
-    ``devices``: total number of devices, on as many nodes as they need, or spread evenly over the ``nodes`` given.
+    ``device``: a kind of device such as a100-80.
+    ``nodes``: number of nodes, with ``devices_per_node`` devices each.
+    ``devices``: total number of devices. If ``nodes`` is auto, they fill as many nodes as they need; otherwise they are
+        spread evenly over the nodes.
     ``device_memory``: the budget of each device, including context and libraries (auto: all memory of the kind).
-    ``host_memory`` and ``disk``: bytes of each node's offload tiers. ``local``: the link between devices of a node.
-    ``remote``: the link of each device to other nodes. ``host``: the link of a device to its host (auto: that of the
-    kind of device). ``host_bandwidth``: bytes per second of a node's memory, for the host optimizer.
+    ``host_memory`` and ``disk``: bytes of each node's offload tiers.
+    ``local``: the link between devices of a node.
+    ``remote``: the link of each device to other nodes.
+    ``host``: the link of a device to its host (auto: that of the kind of device).
+    ``host_bandwidth``: bytes per second of a node's memory, for the host optimizer.
     ``price_per_hour``: price of a device per hour, in any currency.
     """
 
@@ -114,9 +118,10 @@ class CatalogClusterConfig:
     ) -> Cluster:
         """Return the cluster for the planner.
 
-        ``dtype``: the dtype of matrix products, in which the speeds of different devices are compared. ``tier``: the
-        offload tier (a name, or auto). ``weight_bytes``: bytes of one parameter. ``trains``: whether the plans
-        train; forwards alone leave fewer holes in memory.
+        ``dtype``         the dtype of matrix products in which the speeds of different devices are compared
+        ``tier``          the offload tier (a name, or auto)
+        ``weight_bytes``  bytes of one parameter
+        ``trains``        whether the plans train; without backwards the allocator loses fewer bytes to gaps
         """
         check_tier("swap.tier", tier)
         nodes: list[Node] = []
@@ -233,6 +238,6 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 def _entry(value: Any, sort: int) -> Any:
-    """Return the entry of ``value`` for one sort of nodes. If ``value`` is not a list, it holds for all sorts."""
+    """Return the entry of ``value`` for one sort of nodes. A ``value`` that is not a list is valid for all sorts."""
     listed = _listed(value)
     return listed[sort if len(listed) > 1 else 0]

@@ -3,16 +3,17 @@
 A device reaches a share of its peaks: ``matmul`` of its operations per second in large matrix products, ``attention``
 of them in attention, and ``bandwidth`` of its memory's bytes per second in everything else.
 
-Products of narrow matrices reach less: they are computed in tiles, of which the last in each direction is partly empty,
-and each tile fills and drains a pipeline. A product of ``inner`` numbers per token into ``outer`` reaches the share
-matmul / (1 + tile · (1/inner + 1/outer)). Its operations are 2 · tokens · inner · outer. So the lower share has the
-same effect as 2 · tile more operations for each of its tokens · (inner + outer) input and output activations, its
-``operands``, and the time of several products is a sum over their operands.
+Products of narrow matrices reach a smaller share. They are computed in tiles. The last tile in each direction is partly
+empty, and each tile fills and drains a pipeline. A product of ``inner`` numbers per token into ``outer`` reaches the
+share matmul / (1 + tile · (1/inner + 1/outer)). Its operations are 2 · tokens · inner · outer, and its ``operands`` are
+its tokens · (inner + outer) input and output activations. So the smaller share has the same effect as 2 · tile
+additional operations for each operand. The time of several products is therefore linear in their operations and
+operands.
 
-Small kernels reach less too. If w is a kernel's work, and w₀ is the work that the device does in ``kernel_seconds``,
-the time to start and end a kernel, the kernel reaches e(w) = w / (w + w₀) of the rate of large kernels. Since w / e(w)
-= w + w₀, its time is affine in w (Hockney's half-performance length, 1988). The host needs ``launch_seconds`` to issue
-each kernel, which bounds a block's time from below. So a block's seconds are exactly an
+Small kernels also reach less than large ones. Let ``kernel_seconds`` be the time to start and end a kernel, and let w₀
+be the work that the device does in that time. A kernel with work w reaches e(w) = w / (w + w₀) of the rate of large
+kernels. Since w / e(w) = w + w₀, its time is affine in w (Hockney's half-performance length, 1988). The host needs
+``launch_seconds`` to issue each kernel, which bounds a block's time from below. So a block's seconds are exactly an
 :class:`~parallax.plan.profile.Affine` of its rows::
 
     seconds(rows) = max(kernels · launch_seconds,
@@ -62,20 +63,22 @@ class Efficiency:
     """The fractions of a device's peak rates that software reaches, and the overheads in seconds.
 
     ``matmul``            share of peak operations per second in large matrix products
-    ``tile``              width in numbers at which a square matrix product reaches a third of ``matmul``
+    ``tile``              width, in elements, of the square matrices whose product reaches a third of ``matmul``
     ``attention``         share of peak operations per second in the products of attention
-    ``logits``            share of ``matmul`` in the model's last block, where the vocabulary is a matrix's width, which
-                          suits tensor cores only when it is padded
-    ``bandwidth``         share of peak memory bytes per second in everything else that a block does
+    ``logits``            share of ``matmul`` in the model's last block. One of its matrices is as wide as the
+                          vocabulary, which suits tensor cores only if the vocabulary is padded.
+    ``bandwidth``         share of peak memory bytes per second in all work of a block that is not a matrix product
     ``kernel_seconds``    seconds of starting and ending a kernel on the device
     ``launch_seconds``    seconds of the host to issue a kernel
     ``update``            share of peak memory bytes per second in the optimizer's step
     ``network``           share of a link's bytes per second in all-reduces
-    ``exchange_seconds``  seconds of a transfer between stages besides its bytes: launches and waits on both sides
-    ``step_seconds``      seconds of a step besides its blocks, transfers, reductions and update
+    ``exchange_seconds``  seconds of launches and waits, on both sides, of a transfer between stages; its bytes take
+                          further time
+    ``step_seconds``      seconds of a step outside its blocks, transfers, reductions and update
 
-    The defaults are those of eager PyTorch on a server: an operation that :class:`~parallax.plan.work.Work` counts as
-    one kernel is two or three, of 10 µs each on the host; optimizers are fused; all-reduces are as fast as nccl-tests.
+    The defaults assume eager PyTorch on a server. An operation that :class:`~parallax.plan.work.Work` counts as one
+    kernel launches two or three, and the host needs 10 µs for each. Optimizers are fused, and all-reduces are as fast
+    as in nccl-tests.
     """
 
     matmul: float = _share(0.7, spread=0.1, most=0.9)
@@ -209,7 +212,7 @@ def describe_figures(kind: str) -> str:
 def explain_figures(profile: ModelProfile | None) -> list[str]:
     """Return sentences on the assumptions and the error of a profile that was computed from the catalog.
 
-    Empty if the profile was measured.
+    The list is empty if the profile was measured.
     """
     if profile is None or profile.source != "analytic":
         return []
@@ -217,9 +220,8 @@ def explain_figures(profile: ModelProfile | None) -> list[str]:
 
 
 def default_efficiency(kind: DeviceKind) -> Efficiency:
-    """Return the default coefficients of a kind of device: its entry in
-    :data:`DEFAULTS`, otherwise those of the class.
-    """
+    """Return the coefficients in :data:`DEFAULTS` for a kind of device, or :class:`Efficiency`'s defaults for other
+    kinds."""
     return DEFAULTS.get(kind.name, Efficiency())
 
 
@@ -256,7 +258,7 @@ def price(work: ModelWork, kind: DeviceKind, efficiency: Efficiency | None = Non
 
 @dataclass(frozen=True, slots=True)
 class _Rate:
-    """The rates that a device reaches, in operations and bytes per second, and the overhead of a kernel."""
+    """The rates that a device reaches, in operations and bytes per second, and the coefficients that give them."""
 
     flops: float
     attention: float
@@ -274,9 +276,9 @@ class _Rate:
         )
 
     def _busy(self, work: Work, part: str) -> float:
-        """Return the seconds that ``work`` keeps the device busy, computing or moving bytes.
+        """Return the seconds for which ``work`` keeps the device busy, computing or moving bytes.
 
-        ``part`` selects the fixed or the per_row part.
+        ``part`` names the coefficient of each :class:`Affine` that is used: ``fixed`` or ``per_row``.
         """
         flops, attention, operands, moved = (
             getattr(figure, part)
@@ -313,10 +315,10 @@ def _cost(block: BlockWork, rate: _Rate) -> BlockCost:
 
 
 def _needed_flops(block: BlockWork) -> float:
-    """Return the operations per row that the model needs.
+    """Return the operations per row that the model needs, forward and backward.
 
-    The backward of attention needs twice the operations of the forward. Kernels that recompute scores execute more,
-    which do not count.
+    For attention this is three times its forward, because its backward needs twice as many operations as its forward.
+    Kernels that compute the scores again execute more operations. These are not counted.
     """
     forward, inner = block.forward, block.input_gradient
     again = max(0.0, inner.attention_flops.per_row - 2 * forward.attention_flops.per_row)
@@ -336,7 +338,7 @@ def _update_traffic(work: ModelWork) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A measurement in seconds, above zero, and a function that predicts it from coefficients."""
+    """A measured time, and a function that predicts it from coefficients. ``seconds`` is above zero."""
 
     predict: Callable[[Efficiency], float]
     seconds: float
@@ -363,11 +365,13 @@ def calibrate(
 ) -> Efficiency:
     """Return the coefficients that predict ``observations`` best and are close to ``start``.
 
-    The result minimises Σ huber(log(predicted / measured) / noise) + Σ (log(number / start) / spread)² over the
-    logarithms of ``fields`` (all that are above zero), by Levenberg's and Marquardt's damped Gauss–Newton steps
-    (Marquardt 1963) with Huber's weights. Logarithms are used because errors of times and of rates are relative. The
-    second sum, a log-normal prior, determines coefficients that the observations do not, so a single measurement is
-    enough.
+    ``fields`` names the coefficients to fit; by default all that are above zero. The result minimises Σ
+    huber(log(predicted / measured) / noise) + Σ (log(number / start) / spread)². The first sum is over the
+    observations, and the second one is over the fitted coefficients. Logarithms are used because errors of times and of
+    rates are relative. The second sum, a log-normal prior, determines coefficients that the observations do not
+    determine, so a single measurement is enough.
+
+    The method is damped Gauss–Newton steps (Levenberg 1944, Marquardt 1963) with Huber's weights.
 
     Raises :class:`ConfigError` for measurements or predictions that are not above zero and for coefficients that cannot
     be fitted.
@@ -484,7 +488,7 @@ class _Fit:
         return loss, point
 
     def slope(self, point: Vector, residuals: Vector) -> tuple[Vector, Vector]:
-        """Return half of the loss's Hessian, in the Gauss–Newton approximation, and half of its gradient."""
+        """Return half of the loss's Hessian, in the Gauss–Newton approximation, and half of the loss's gradient."""
         slopes = self.jacobian(point)
         weights = OUTLIER / np.maximum(OUTLIER, np.abs(residuals))
         curvature = slopes.T @ (weights[:, None] * slopes) + np.diag(self.precision)

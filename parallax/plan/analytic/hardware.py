@@ -1,9 +1,10 @@
 """Data-sheet figures of devices and links, for planning with machines that are not available.
 
-Peaks are for dense matrices with fp32 accumulation where the vendor distinguishes the two; the share that training
-reaches is in :mod:`parallax.plan.analytic.efficiency`. Device memory is CUDA's total, which is a little below the size
-in the data sheet: firmware and error correction use the rest. Links have the data sheet's bytes per second in one
-direction and the share of them that large transfers reach.
+Peak operations per second are for dense matrices. Where the vendor has one peak for accumulation in fp32 and another
+for accumulation in fp16, the former is used. The share of a peak that training reaches is in
+:mod:`parallax.plan.analytic.efficiency`. Device memory is the total that CUDA reports. It is a little below the size in
+the data sheet, because firmware and error correction use the rest. Links have the data sheet's bytes per second in one
+direction and the share that large transfers reach.
 """
 
 from __future__ import annotations
@@ -113,14 +114,15 @@ def collective_bytes(channels: int = CHANNELS) -> int:
 def edge_bytes(channels: int = EDGE_CHANNELS) -> int:
     """Return the device bytes of a point-to-point NCCL connection in one direction between two ranks.
 
-    The protocol LL128 has no buffers there.
+    NCCL's protocol LL128 has no buffers in such a connection.
     """
     return channels * (_SIMPLE + _LL)
 
 
 def usual_context(name: str) -> int:
-    """Return the bytes of a context on the device called ``name``; for an
-    unknown device, the largest of all known kinds.
+    """Return the bytes of a CUDA context on the device called ``name``.
+
+    For an unknown device, return the largest of all known kinds.
     """
     plain, known = name.lower().replace(" ", ""), _with_context()
     alike = [kind for kind in known if kind.name.split("-")[0] in plain]
@@ -138,13 +140,19 @@ def _with_context() -> list[DeviceKind]:
 
 
 def device_kind(name: str) -> DeviceKind:
-    """Return the kind of device called ``name``. Raises :class:`ConfigError` with the most similar name."""
+    """Return the kind of device called ``name``.
+
+    Raises :class:`ConfigError` for an unknown name. The message suggests the most similar known name.
+    """
     check_choice("device kind", name, DEVICE_KINDS)
     return DEVICE_KINDS[name]
 
 
 def link_kind(name: str) -> LinkKind:
-    """Return the kind of link called ``name``. Raises :class:`ConfigError` with the most similar name."""
+    """Return the kind of link called ``name``.
+
+    Raises :class:`ConfigError` for an unknown name. The message suggests the most similar known name.
+    """
     check_choice("link kind", name, LINK_KINDS)
     return LINK_KINDS[name]
 

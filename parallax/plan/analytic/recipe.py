@@ -1,9 +1,9 @@
 """Bytes of a parameter and of an activation in mixed or full precision.
 
 There are two kinds of mixed precision. Megatron's (Narayanan et al. 2021; Micikevicius et al. 2018) keeps parameters
-and gradients in two bytes and a full-precision copy with the optimizer; torch autocast keeps parameters and gradients
-in full precision and casts each weight once per micro-batch. Each is a recipe with a name, which
-``parallax/model/precision.py`` uses to execute it.
+and gradients in two bytes and a full-precision copy with the optimizer. Torch autocast keeps parameters and gradients
+in full precision and casts each weight once per micro-batch. Each precision has a name, such as ``bf16``, and a recipe
+with its bytes. ``parallax/model/precision.py`` trains by the same names.
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
 """Compute the work of a transformer decoder from its sizes alone.
 
-A block is a list of operations, each with its floating-point operations, memory traffic and saved bytes, which are
+A block is a list of operations. The floating-point operations, memory traffic and saved bytes of these operations are
 summed. All figures are for one row, that is one sequence of ``sequence`` tokens.
 
-* Floating-point operations: a matrix product takes two per weight and token in the forward, two for the gradient of
-  its input and two for the gradient of its weight (Narayanan et al. 2021, section 5.1). Attention computes every score
-  when ``full`` and, because it is causal, half of them when ``flash``. Flash attention computes the scores again in the
-  backward, which then takes 2.5 times the operations (Dao 2023, section 4.1).
-* Traffic, of everything but matrix products: each operator reads its inputs and writes its outputs once. Fused into one
-  operator are scale, mask and softmax; bias and GELU; and dropout and addition to the residual stream (as in Megatron).
+* Floating-point operations: a matrix product takes two per weight and token in the forward, two for the gradient of its
+  input and two for the gradient of its weight (Narayanan et al. 2021, section 5.1). Attention of the kind ``full``
+  computes every score. Attention of the kind ``flash`` computes half of them, because attention is causal. Flash
+  attention computes the scores again in the backward, which then takes 2.5 times the operations of the forward (Dao
+  2023, section 4.1).
+* Traffic of all operators but matrix products: each operator reads its inputs and writes its outputs once. Three groups
+  are fused into one operator each, as in Megatron: scale, mask and softmax; bias and GELU; dropout and addition to the
+  residual stream.
 * Kernels: one per matrix product and operator. Norms and biases need one more for gradients of their parameters.
-* Saved activations: those of Korthikanti et al. 2022, section 4.1. With full attention, a plain MLP and dropout a layer
-  saves ``sequence · hidden · (34 + 5 · heads · sequence / hidden)`` bytes; without dropout two masks less, with flash
-  attention no scores.
+* Saved activations: those of Korthikanti et al. 2022, section 4.1. With full attention, a plain MLP and dropout, a
+  layer saves ``sequence · hidden · (34 + 5 · heads · sequence / hidden)`` bytes. Without dropout, the masks of dropout
+  are not saved. With flash attention, the scores are not saved.
 * Working memory: the bytes that a caching allocator holds for a block while it runs. The allocator does not reuse
   memory for another size, so the gradients of all saved tensors count, not only those that are alive together.
 """
@@ -40,13 +42,20 @@ TOKEN = 8
 class TransformerConfig:
     """Sizes of a decoder; the defaults are GPT-2 XL's (Radford et al. 2019).
 
-    ``layers``: transformer blocks. ``hidden``: width of a token's vector. ``heads``: attention heads, which divide
-    ``hidden``. ``kv_heads``: heads of keys and values (Ainslie et al. 2023); 0 is as many as ``heads``. ``ffn``: width
-    of the MLP; 0 is four times ``hidden``, or, when ``gated``, 8/3 of it rounded up to a multiple of 256 (Touvron et
-    al. 2023), because a gated MLP has three matrices instead of two. ``vocabulary``: number of tokens. ``sequence``:
-    tokens in a row. ``attention``: flash, which saves no scores, or full, which does. ``gated``: a gated MLP.
-    ``positions``: learned vectors, or rotary ones. ``bias``: on matrices and norms. ``tied``: the head uses the
-    embedding's weight. ``dropout``: share of the values that are zeroed in training.
+    ``layers``: transformer blocks.
+    ``hidden``: width of a token's vector.
+    ``heads``: attention heads, which divide ``hidden``.
+    ``kv_heads``: heads of keys and values (Ainslie et al. 2023); 0 is as many as ``heads``.
+    ``ffn``: width of the MLP. 0 means four times ``hidden``. For a gated MLP, 0 means 8/3 of ``hidden``, rounded up to
+        a multiple of 256 (Touvron et al. 2023), because a gated MLP has three matrices instead of two.
+    ``vocabulary``: number of tokens in the vocabulary.
+    ``sequence``: tokens in a row.
+    ``attention``: flash, which saves no scores, or full, which saves them.
+    ``gated``: use a gated MLP.
+    ``positions``: learned (an added vector for each position) or rotary (rotated queries and keys).
+    ``bias``: matrices and norms have biases.
+    ``tied``: the head uses the embedding's weight.
+    ``dropout``: share of the values that are zeroed in training.
     """
 
     name: str = "transformer"
@@ -131,8 +140,8 @@ class TransformerConfig:
 class _Op:
     """One operation on one row.
 
-    ``flops``, ``traffic`` and ``kernels`` (floating-point operations, bytes of memory traffic, kernels) have three
-    entries: forward, input gradient and weight gradient. Parameters:
+    ``flops`` (floating-point operations), ``traffic`` (bytes of memory traffic) and ``kernels`` (number of kernels)
+    have three entries each: forward, input gradient and weight gradient. Further numbers:
 
     ``weights``   number of parameters in matrix products
     ``others``    number of all other parameters
@@ -255,16 +264,17 @@ class _Shape:
         return _Op(traffic=(moved, moved, 0.0), kernels=(2, 2, 0))
 
     def activation(self) -> _Op:
-        """Return the MLP's activation as one kernel: GELU, or SiLU of the
-        gate times the other half. The inputs are saved.
+        """Return the MLP's activation as one kernel: GELU, or, if gated, SiLU of the gate times the other input.
+
+        The inputs are saved.
         """
         wide, inputs = self.numbers(self.c.width), 2 if self.c.gated else 1
         return _Op(traffic=((inputs + 1) * wide, (2 * inputs + 1) * wide, 0.0), saved=inputs * wide)
 
     def loss(self) -> _Op:
-        """Return cross-entropy: the largest logit, the sum, and the softmax, which is saved in full precision.
+        """Return cross-entropy: the largest logit, the sum of exponentials, and the softmax.
 
-        The backward computes softmax minus targets, in the dtype of the logits.
+        The softmax is saved in full precision. The backward computes softmax minus targets, in the dtype of the logits.
         """
         logits, softmax = self.numbers(self.c.vocabulary), self.softmax()
         return _Op(
@@ -329,9 +339,9 @@ class _Shape:
     def block(self, name: str, ops: Sequence[_Op], *, entering: float, leaving: float) -> BlockWork:
         """Return the block with the summed work of ``ops``.
 
-        In the backward, each saved tensor gets a gradient of equal size, and each parameter's gradient is added to the
-        sum of the step (traffic of three times its bytes). Autocast casts weights in the forward, keeps the casts, and
-        casts the gradients back. ``entering`` and ``leaving`` are the bytes of input and output.
+        In the backward, each saved tensor gets a gradient of equal size. Each parameter's gradient is added to the sum
+        of the step, which moves three times the gradient's bytes. Autocast casts weights in the forward, keeps the
+        casts, and casts the gradients back. ``entering`` and ``leaving`` are the bytes of input and output.
         """
         how = self.how
         weights, parameters = (

@@ -6,8 +6,8 @@ workstations", section 3). If nodes hold several of the ranks, a flat ring would
 slowest link. Instead, the ranks of a node first reduce-scatter among themselves. Then each rank all-reduces its shard
 with its counterparts on the other nodes over its own network card. Finally the ranks of a node all-gather (Mikami et
 al. 2018, "Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash", section 3.2; Cho et al. 2019,
-"BlueConnect", section 3). If ranks share the node's network this has no advantage: a flat ring crosses each node's link
-once.
+"BlueConnect", section 3). If the ranks of a node share one network card, this has no advantage, because a flat ring
+crosses each node's network link only once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _inside(count: float, members: int, cluster: Cluster, node: int) -> float:
 
 
 def broadcast_seconds(count: float, members: int, link: Link) -> float:
-    """Return the seconds in which ``members`` ranks, one after another, each broadcast a shard of ``count`` bytes.
+    """Return the seconds in which each of ``members`` ranks, one after another, broadcasts a shard of ``count`` bytes.
 
     Messages are forwarded from rank to rank in a pipeline.
     """

@@ -19,12 +19,12 @@ def connection_bytes(
     replicas: int,
     beside: Beside | None = None,
 ) -> int:
-    """Return the device bytes of a rank's connections to other stages.
+    """Return the device bytes of a rank's connections to the ranks of other stages.
 
-    ``parts``: the blocks (first, last + 1) of each stage of the rank. A rank has two connections to every rank of the
-    stages before and after each of its stages, a process group for each parameter tied with another stage, and one to
-    gather outputs for a loss over the whole batch. ``beside``: the replica counts of the stages before and after; by
-    default ``replicas`` each.
+    ``parts`` has the blocks (first, last + 1) of each stage of the rank. For each of its stages, a rank has two
+    connections to every rank of the stage before and of the stage after. It also has a process group for each parameter
+    tied with another stage, and one that gathers outputs for a loss over the whole batch. ``beside`` has the replica
+    counts of the stages before and after; None means ``replicas`` for both.
     """
     if not (device.collective_bytes or device.edge_bytes):
         return 0
@@ -39,7 +39,7 @@ def connection_bytes(
 
 
 def beside(pipeline: Pipeline, stage: int) -> Beside:
-    """Return the replica counts of the stages before and after ``stage``."""
+    """Return the replica counts of the stages before and after ``stage``, with 0 for a stage that does not exist."""
     entering, leaving = pipeline.entering(stage), pipeline.leaving(stage)
     return (
         pipeline.stages[entering.sender].replicas if entering is not None else 0,

@@ -3,9 +3,9 @@
 On one device the result is a sum of terms (:meth:`parallax.plan.cost.stage.StageLoad.memory`), once with all
 activations kept and once with all recomputed. For a pipeline of n stages it is the memory of the stage that needs most,
 in the partition that minimizes this memory. Under 1F1B, stage s holds up to n − s micro-batches, so early stages get
-fewer blocks. (A loss over the whole batch needs GPipe, under which each stage holds all micro-batches.) The minimum is
-found by bisection: a memory limit is feasible if each stage in turn takes as many blocks as fit and all blocks are
-assigned.
+fewer blocks. A loss over the whole batch needs GPipe, under which each stage holds all micro-batches. The minimum is
+found by bisection. A memory limit is feasible if all blocks are assigned when each stage in turn takes as many blocks
+as fit.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ ANY_DEVICE = Device(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageNeed:
-    """The bytes that the largest of ``stages`` pipeline stages needs,
-    with all activations kept and with all recomputed.
-    """
+    """The bytes that the largest of ``stages`` pipeline stages needs, with all activations kept or all recomputed."""
 
     stages: int
     keep_bytes: int
@@ -50,8 +48,8 @@ class StageNeed:
 class Estimate:
     """Device bytes by the terms of :meth:`parallax.plan.cost.stage.StageLoad.memory`, without the ``uncounted`` terms.
 
-    ``keep`` and ``recompute`` are for one device, with all activations kept and with all recomputed. The other fields
-    are for pipelines under ``schedule``.
+    ``keep`` and ``recompute`` are for one device, with all activations kept and with all recomputed. ``pipelines`` is
+    for pipelines under ``schedule``.
     """
 
     model: str
@@ -69,7 +67,7 @@ class Estimate:
 def estimate(work: ModelWork, *, global_batch: int, microbatch: int | str = "auto") -> Estimate:
     """Return the memory of training with ``global_batch`` rows per step in micro-batches of ``microbatch`` rows.
 
-    ``microbatch`` auto means one micro-batch per step.
+    If ``microbatch`` is auto, a step is one micro-batch.
     """
     rows = global_batch if microbatch == "auto" else min(global_batch, int(microbatch))
     micro_batches = micro_batch_count(global_batch, rows)

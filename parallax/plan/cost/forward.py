@@ -1,14 +1,14 @@
 """Predict the costs of evaluation and inference, which run forwards only: seconds, and peak device bytes of each rank.
 
-:func:`task_costs` turns the profile of a model's training into one of its forwards, which the search and the simulator
-then use. A forward without an autograd graph saves nothing: a block's tensors are freed when the block ends, except its
-outputs. Parameters have no gradients, optimizer states or full-precision copies, as if all were frozen. The device
-memory also includes::
+:func:`task_costs` turns the profile of a model's training into a profile of its forwards. The search and the simulator
+then use this profile. A forward without an autograd graph saves nothing: a block's tensors are freed when the block
+ends, except its outputs. Parameters have no gradients, optimizer states or full-precision copies, as if all were
+frozen. The device memory also includes::
 
-    workspace     the largest block: its input, its output, the tensors that it would save in training, and its
-                  temporary ones; with a loss, what the loss would save and copies of the outputs for metrics; or one
-                  parameter that is read from a file
-    boundary      the stage's input; messages in transit to its peers, and from them; outputs gathered for one loss
+    workspace     of the block that needs most: its input, its output, the tensors that it would save in training, and
+                  its temporary tensors. A loss adds what it would save in training, and copies of the outputs for
+                  metrics. If one parameter that is read from a file is larger than all this, its bytes count instead.
+    boundary      the stage's input; messages in transit to and from its peers; outputs gathered for one loss
     activations   in an inference, the outputs of the last stage, of all rows of the batch
     staging       the blocks whose offloaded parameters are on the device at one time
 """
@@ -136,9 +136,8 @@ def forward_plan(profile: ModelProfile, cluster: Cluster, plan: Plan) -> Plan:
 
 
 def _check(rank: int, found: RankPrediction, plan: Plan, device: Device) -> None:
-    """Raise :class:`InfeasiblePlan` if a rank does not fit its device, or
-    if its parameters do not fit the offload tier.
-    """
+    """Raise :class:`InfeasiblePlan` if a rank does not fit its device, or its parameters do not fit the
+    offload tier."""
     for needed, given, where, remedy in (
         (found.peak_bytes, device.memory_bytes, "device memory", "plan.parameters=host"),
         (found.tier_peak_bytes, device.tier_bytes, f"tier {device.tier}", "plan.parameters=device"),
@@ -172,7 +171,7 @@ def _loads(
 def forward_memory(
     costs: ModelProfile, plan: Pipeline, loads: Mapping[int, StageLoad], device: Device
 ) -> dict[str, int]:
-    """Return the device bytes of a rank by term.
+    """Return the device bytes of a rank that runs forwards only, by term.
 
     ``costs`` are the costs of the forwards (:func:`task_costs`), from which the ``loads`` of the stages were computed.
     """
@@ -192,8 +191,8 @@ def _passing(
 ) -> dict[str, int]:
     """Return the memory terms, in bytes, in which a forward of a stage differs from training.
 
-    ``boundary`` counts the model's inputs and the waiting messages. These are in addition to the messages in transit,
-    which training counts as well.
+    ``boundary`` has the model's inputs and the messages that wait for their receiver. The messages in transit are not
+    included, because training counts them as well.
     """
     planned, rows = plan.stages[stage], _rows(plan, stage)
     blocks = costs.blocks[planned.start : planned.stop]
@@ -216,8 +215,8 @@ def _passing(
 def _most_waiting(plan: Pipeline, edge: Edge) -> int:
     """Return the largest number of messages on ``edge`` that wait for their receiver.
 
-    On a local edge they wait until the receiving stage runs. On other edges the channel limits how many messages the
-    sender may be ahead.
+    On an edge inside one pipeline rank, messages wait until the receiving stage runs. On other edges, the channel
+    limits how many messages the sender may be ahead.
     """
     if not plan.is_local(edge):
         return max(plan.messages_ahead(edge.sender), _STAGED)

@@ -1,8 +1,8 @@
 """Compute the bytes of each stage's parameters and optimizer states in the offload tier.
 
 Normally a stage offloads a share of its own parameters' optimizer states. But if one stage steps a tied parameter in
-the offload tier, all stages that hold the parameter do so, because device kernels may round differently. So these bytes
-depend on all stages.
+the offload tier, all stages that hold the parameter do so, because a step on the device may round differently. So these
+bytes depend on all stages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def with_offload_bytes(
 ) -> tuple[StagePlan, ...]:
     """Return ``stages`` with ``state_bytes`` and ``streamed_bytes`` set.
 
-    These are limits on the bytes of optimizer states and of parameters in the offload tier. The stages are on
+    These are the largest bytes of optimizer states and of parameters in the offload tier. The stages are on
     ``pipeline_ranks`` pipeline ranks.
     """
     shares = [  # all stages of one pipeline rank have the same share
@@ -76,8 +76,9 @@ def _streamed_bytes(profile: ModelProfile, sizes: Sizes, share: float) -> int:
 
 
 def _forced(profile: ModelProfile, stages: Sequence[StagePlan], pipeline_ranks: int) -> list[int]:
-    """Return, for each stage, the bytes of tied parameters that it must step in
-    the offload tier because another pipeline rank does.
+    """Return, for each stage, the bytes of tied parameters that some stage on another pipeline rank steps in the tier.
+
+    The stage must then step these parameters in the tier, too.
     """
     forced = [0] * len(stages)
     for size, users in profile.ties:

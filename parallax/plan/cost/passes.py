@@ -1,9 +1,9 @@
 """Compute the bytes and seconds of one pass of a micro-batch through a stage.
 
 A pass is a forward, a backward, or the weight-gradient pass (W) of a split backward. Only blocks that keep their
-activations run W later. Recomputed and prefetched activations are not held until then, so their blocks run the
-input-gradient pass (B) and W together. Gradients of offloaded parameters are fetched and written by the pass that
-computes them.
+activations run W later than the input-gradient pass (B). Recomputed and prefetched activations are not held until then,
+so the blocks that recompute or offload run B and W together. Gradients of offloaded parameters are fetched and written
+by the pass that computes them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from parallax.plan.schedule import Kind
 class Pass:
     """A part of a pass: consecutive blocks that compute without interruption.
 
-    ``moved`` is the bytes of block ``block`` that are offloaded after these blocks or prefetched before them.
+    ``block`` is the block whose activations are offloaded after this part of a forward, or prefetched before this part
+    of a backward; −1 if there is none. ``moved`` is the bytes of these activations.
     """
 
     seconds: float
@@ -31,7 +32,11 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Bytes of saved activations, of the part that the loss has saved, and of the running block's workspace."""
+    """Bytes of activations and of workspace.
+
+    ``kept`` is the saved activations, ``loss`` is the part of them that the loss has saved, and ``work`` is the
+    workspace of the running block.
+    """
 
     kept: int = 0
     loss: int = 0
@@ -86,14 +91,15 @@ class Passes:
         }
 
     def adding_seconds(self, kind: Kind) -> float:
-        """Return the seconds that a pass of this ``kind`` needs to add its gradients to the stored ones."""
+        """Return the seconds in which a pass of this ``kind`` adds its gradients to those stored in the
+        offload tier."""
         share = self._deferred_share
         part = share if kind is Kind.BACKWARD_WEIGHT else 1 - share
         return self.load.states.adding_seconds * part
 
     @property
     def _deferred_share(self) -> float:
-        """Return the fraction of the gradients that the weight-gradient pass computes."""
+        """Return the fraction of the gradients that a separate weight-gradient pass computes."""
         blocks = self.load.blocks
         later = sum(
             block.trained_bytes
@@ -104,7 +110,7 @@ class Passes:
 
     @cached_property
     def recomputed(self) -> float:
-        """Return the fraction of the backward's seconds in which it recomputes the forward."""
+        """Return the fraction of the backward's seconds in which forwards are recomputed."""
         again = sum(block.recompute_seconds for block in self.load.blocks)
         whole = sum(block.backward_seconds for block in self.load.blocks) - self.weight_seconds
         return again / whole if whole > 0 else 0.0

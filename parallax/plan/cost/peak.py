@@ -26,8 +26,8 @@ def peak_memory(
 ) -> dict[str, int]:
     """Return the device bytes by term at the moment in a rank's action list at which their sum is largest.
 
-    ``passes(action)`` returns the costs of the action's stage. ``stages``: (load, swap limit) of each stage of the
-    rank, for its largest micro-batch.
+    ``passes(action)`` returns the costs of the action's stage. ``stages`` has a pair for each stage of the rank: the
+    load of its largest micro-batch, and its swap limit in bytes.
     """
     kept = loss = 0
     most = Bytes()
@@ -44,10 +44,11 @@ def peak_memory(
 
 
 def with_kept(terms: dict[str, int], device: Device) -> tuple[dict[str, int], bool]:
-    """Return the ``terms`` of a rank's peak, including freed memory that the allocator keeps for reuse if that fits.
+    """Return the ``terms`` of a rank's peak with the freed memory that the allocator keeps for reuse, if that memory
+    fits.
 
-    The second result is True if it does not fit the budget, so that the allocator must return all freed memory to the
-    system at once.
+    The second result is True if this memory does not fit the budget. The allocator must then return all freed memory to
+    the system at once.
     """
     if bytes_above_budget(terms, device) > 0:
         return terms, device.kept_share > 0
@@ -63,8 +64,9 @@ def bytes_above_budget(terms: dict[str, int], device: Device) -> int:
 
 
 def _kept_bytes(terms: dict[str, int], device: Device) -> int:
-    """Return the bytes of freed memory that malloc keeps and of gaps between
-    allocations, by a formula fitted to measurements.
+    """Return the bytes of freed memory that malloc keeps and of gaps between allocations.
+
+    The formula was fitted to measurements.
     """
     freed = passing_bytes(terms) + _BLOCKS_KEPT * terms["workspace"] + terms["staging"] / 4
     return math.ceil(device.kept_share * freed)

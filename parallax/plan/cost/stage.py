@@ -4,16 +4,15 @@ A directive says whether a block keeps, offloads or recomputes its activations. 
 Device bytes of a rank at any time::
 
     static                      parameters, gradients, optimizer states, master copies, buffers, the device's reserve,
-                                its context, the groups of its replicas, and the connections to other stages
+                                its context, the process groups of its replicas, and the connections to other stages
   + boundary                    received and sent tensors in transit; outputs that are gathered for one loss
-  + Σ in flight  kept           resident saved activations, per micro-batch between forward and backward; with split
-                                backwards, bytes held until the weight-gradient pass count like them
-  + offloaded and resident      bounded by the stage's swap limit
-  + work                        workspace of the running block, recomputed activations included; or of the loss of all
-                                rows
+  + Σ in flight  kept           resident saved activations, per micro-batch between forward and backward. With split
+                                backwards this includes the bytes held until the weight-gradient pass.
+  + offloaded and resident      activations to be offloaded or prefetched; bounded by the stage's swap limit
+  + work                        workspace of the running block, with recomputed activations; or of the loss of all rows
   + staging                     the blocks whose offloaded parameters are on the device at one time
-  + summing                     copies of gradients that replicas sum, where these are not in buckets
-  + gaps                        the allocator's loss on all transient bytes
+  + summing                     copies of gradients that replicas sum, unless the gradients are views of buckets
+  + gaps                        bytes that the allocator loses to gaps, as a fraction of all transient bytes
 """
 
 from __future__ import annotations
@@ -70,14 +69,14 @@ PASSING = ("activations", "loss", "swap", "boundary", "workspace")  # transient 
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """The cost of one stage on one rank, as far as it does not depend on the schedule.
+    """The costs of one stage on one rank that do not depend on the schedule.
 
     ``parameter_bytes``   all parameters, offloaded ones included
     ``trained_bytes``     parameters that have a gradient
     ``boundary_bytes``    tensors in transit from and to other stages, inputs copied ahead, and outputs that are
                           gathered for one loss
-    ``passed_bytes``      the part of ``boundary_bytes`` that a rank with several stages holds for only one of them at a
-                          time, so that its largest stage counts
+    ``passed_bytes``      a part of ``boundary_bytes``. A rank with several stages holds this part for only one stage at
+                          a time, so only the largest of its stages counts.
     ``gathered_bytes``    outputs that the replicas of the last stage exchange for a loss over all rows
     ``gathered_seconds``  seconds of that loss, once per step
     ``first_seconds``     seconds of the forwards of the first visit of each block, for all micro-batches of that visit
@@ -150,8 +149,9 @@ class StageLoad:
         return max(max(block.forward_work, block.backward_work) for block in self.blocks)
 
     def memory(self, in_flight: int, swap_limit: int) -> dict[str, int]:
-        """Return the device bytes of the rank by term, with ``in_flight``
-        micro-batches between forward and backward.
+        """Return the device bytes of the rank by term.
+
+        ``in_flight`` is the number of micro-batches between forward and backward. ``swap_limit`` is in bytes.
         """
         loss = in_flight * sum(block.loss_bytes for block in self.blocks)
         passing = {
@@ -186,8 +186,9 @@ class StageLoad:
 def rank_memory(stages: Sequence[tuple[StageLoad, int, int]]) -> dict[str, int]:
     """Return the device bytes of a rank by term.
 
-    ``stages``: (load, micro-batches in flight, swap limit) of each stage. Bytes of the process count once, and the
-    stages share the device memory for fetched blocks of offloaded parameters and states.
+    ``stages`` has three numbers for each stage of the rank: its load, its micro-batches in flight, and its swap limit
+    in bytes. Bytes that a process needs only once are counted once. The memory for fetched blocks of offloaded
+    parameters and states also counts once, because the stages share it.
     """
     terms: dict[str, int] = {}
     for load, in_flight, limit in stages:
@@ -279,10 +280,12 @@ def load_stage(
 
     The stage begins at block ``start``, has one directive per block, and runs on ``replicas`` ranks.
 
-    ``offload``: the offloaded fractions of states and parameters. ``split``: the schedule splits backwards.
-    ``inputs_ahead``: the model's inputs are copied one micro-batch early. ``beside``: the replica counts of the stages
-    before and after (:func:`connection_bytes`). ``visits``: how many consecutive micro-batches each block computes.
-    ``boundaries_held``: see :func:`parallax.plan.plan.boundaries_held`.
+    ``offload``          the fractions of states and parameters that are offloaded
+    ``split``            the schedule splits backwards
+    ``inputs_ahead``     the model's inputs are copied one micro-batch early
+    ``beside``           the replica counts of the stages before and after (:func:`connection_bytes`)
+    ``visits``           how often each block runs in a step (:class:`~parallax.plan.plan.Visits`)
+    ``boundaries_held``  number of boundary tensors held (:func:`parallax.plan.plan.boundaries_held`)
     """
     stop = start + len(directives)
     costs = profile.blocks[start:stop]
@@ -347,7 +350,6 @@ def load_planned(
 
 
 def gap_bytes(device: Device, tensor_bytes: float) -> int:
-    """Return the bytes that the allocator reserves but does not use, if
-    the tensors between blocks have ``tensor_bytes``.
-    """
+    """Return the bytes that the allocator reserves but does not use, if tensors between blocks have
+    ``tensor_bytes``."""
     return math.ceil(device.gap_tensors * tensor_bytes)

@@ -1,6 +1,5 @@
-"""Compute the bytes of a stage's parameters, gradients and optimizer
-states on one rank: on the device, and offloaded.
-"""
+"""Compute the bytes of parameters, gradients and optimizer states of a stage on one rank, on the device and
+offloaded."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ from parallax.plan.profile import ModelProfile
 class OffloadFractions(NamedTuple):
     """The fractions of the optimizer states, and of the parameters with their gradients, that are offloaded.
 
-    ``sharded``: each replica holds and steps only a shard of the states on the device, and broadcasts the new
-    parameters.
+    With ``sharded``, each replica holds and steps only a shard of the states on the device, and broadcasts the
+    parameters that it has stepped.
     """
 
     optimizer: float = 0.0
@@ -40,30 +39,35 @@ SHARDED = OffloadFractions(sharded=True)
 
 @dataclass(frozen=True, slots=True)
 class StateLoad:
-    """Bytes of parameters, gradients and optimizer states of a stage on one rank, and the seconds of their transfers
-    and updates.
+    """The bytes of a stage's parameters, gradients and optimizer states on one rank, and the seconds to move and step
+    them.
 
-    On the device for the whole run: ``parameter_bytes``, ``gradient_bytes``, ``optimizer_bytes``, ``master_bytes``, and
-    ``communicator_bytes``, the process groups in which replicas sum gradients (offloaded gradients have separate
-    groups).
+    On the device for the whole run:
+
+    ``parameter_bytes``     parameters
+    ``gradient_bytes``      gradients
+    ``optimizer_bytes``     optimizer states
+    ``master_bytes``        full-precision copies of parameters
+    ``communicator_bytes``  process groups in which replicas sum gradients; offloaded gradients have a group of their
+                            own
 
     On the device for a part of the step:
 
     ``staging_bytes``       blocks fetched from the tier
     ``summing_bytes``       copies of gradients while replicas sum them
     ``most_staging_bytes``  upper bound on ``staging_bytes`` for all stages of a rank together: the largest of any stage
-    ``most_summing_bytes``  the same for ``summing_bytes``
+    ``most_summing_bytes``  upper bound on ``summing_bytes`` for all stages of a rank together
 
     In the offload tier, and on the link to it:
 
-    ``host_bytes``          bytes in the tier
-    ``read_bytes``          bytes fetched by each pass of a micro-batch
-    ``written_bytes``       bytes written by the backward of a micro-batch
-    ``streaming_seconds``   seconds of these transfers
-    ``adding_seconds``      seconds per micro-batch for which the backward waits to add gradients to stored ones
-    ``update_seconds``      seconds of the optimizer's step after the last micro-batch
-    ``ahead_seconds``       seconds of fetching and writing states while the next forward runs; 0 if the tier can step
-                            states in place
+    ``host_bytes``         bytes in the tier
+    ``read_bytes``         bytes fetched by each pass of a micro-batch
+    ``written_bytes``      bytes written by the backward of a micro-batch
+    ``streaming_seconds``  seconds of these transfers, per micro-batch
+    ``adding_seconds``     seconds per micro-batch for which the backward waits to add gradients to stored ones
+    ``update_seconds``     seconds of the optimizer's step after the last micro-batch
+    ``ahead_seconds``      seconds of fetching and writing states while the next forward runs; 0 if the tier can step
+                           states in place
     """
 
     parameter_bytes: int
@@ -161,15 +165,15 @@ def load_states(
     split: bool = False,
     visits: Visits = EACH_MICRO_BATCH,
 ) -> StateLoad:
-    """Return the bytes and seconds of parameters of these ``sizes`` in training, on one of ``replicas``.
+    """Return the bytes and seconds of parameters of these ``sizes`` in training, on one of ``replicas`` replicas.
 
-    ``split``: the schedule splits backwards. ``visits``: how often offloaded parameters are fetched. Offloaded
-    optimizer states are stepped in the tier: the gradients are written there, and the parameters are read back. If the
-    tier cannot step, the states of three buckets at a time are fetched instead. Offloaded parameters are fetched for
-    each forward and each backward, two blocks at a time. The gradients of a block are added to those in the tier and
-    written. Replicas together hold one copy of offloaded states, unless the parameters are offloaded too, and one copy
-    of resident states if these are sharded. Shares are rounded up to whole parameters. The fractions do not tell which
-    of the trained parameters are offloaded, so device and tier both count the maximum.
+    ``split`` means that the schedule splits backwards. ``visits`` says how often each block runs in a step. Offloaded
+    optimizer states are stepped in the tier: gradients are written there, and parameters are read back. If the tier
+    cannot step, the states of three buckets at a time are fetched instead. Offloaded parameters are fetched for each
+    pass, two blocks at a time, and their gradients are added to those in the tier. Replicas together hold one copy of
+    offloaded states, unless the parameters are offloaded too, and one copy of resident states if these are sharded. The
+    fractions ``offload`` do not determine which trained parameters are offloaded, so the maximum is counted on the
+    device and in the tier.
     """
     per_byte = profile.optimizer_bytes + profile.master_bytes
     states = math.ceil(sizes.trained * per_byte)
@@ -223,11 +227,12 @@ def _update_seconds(
 ) -> float:
     """Return the seconds of an optimizer step.
 
-    ``here``: bytes of parameters stepped from states on the device. ``offloaded``: bytes of parameters whose states are
-    offloaded. If the tier steps these parameters itself, ``moving`` of the bytes are copied to the tier and back. The
-    host's seconds per byte follow from its memory bandwidth, but are at least those measured on the device. The host's
-    step counts in full although it overlaps with the next forward, because that forward may keep the host's cores
-    busy.
+    ``here``       bytes of parameters whose states are stepped on the device
+    ``offloaded``  bytes of parameters whose states are offloaded
+    ``moving``     bytes of parameters that are copied to the tier and back, if the tier can step states
+
+    The host optimizer's seconds per byte are at least those of the device. The host's step counts in full although it
+    overlaps with the next forward, because that forward may keep the host's cores busy.
     """
     byte = profile.optimizer_seconds / device.speed
     seconds = here * byte + offloaded * max(byte, device.host_update_seconds)
@@ -239,11 +244,11 @@ def _update_seconds(
 def _ahead_seconds(
     profile: ModelProfile, device: Device, offloaded: float, streamed: float
 ) -> float:
-    """Return the seconds of the transfers for a step over ``offloaded`` bytes of parameters whose states are offloaded.
+    """Return the seconds in which offloaded states are read and written for one step.
 
-    The result is 0 if the tier steps states in place. Otherwise states are read and written. ``streamed`` bytes of
-    these parameters are offloaded themselves: their gradients are read and their weights written. Their weights are
-    also read if there are no full-precision master copies.
+    The result is 0 if the tier steps states in place. ``offloaded`` is the bytes of parameters whose states are
+    offloaded. For ``streamed`` bytes of these parameters, the parameters are offloaded as well: their gradients are
+    read and their weights are written. Their weights are also read if there are no full-precision master copies.
     """
     if device.swaps_to.steps:
         return 0.0
@@ -261,12 +266,11 @@ def _adding_seconds(profile: ModelProfile, device: Device, gone: int) -> float:
 def _fetched_bytes(
     profile: ModelProfile, sizes: Sizes, streamed: int, gone: int, visits: Visits
 ) -> tuple[int, int]:
-    """Return the device bytes of fetched blocks: for this stage, and an upper bound for a rank with several such
-    stages.
+    """Return the device bytes of fetched blocks for this stage, and an upper bound for a rank with several such stages.
 
     The stage has ``streamed`` bytes of offloaded parameters with ``gone`` bytes of gradients. If a block computes
-    several micro-batches in a row, the largest gradient counts twice: the new gradient, and the sum that stays on the
-    device.
+    several micro-batches in a row, the largest gradient counts twice: once for the new gradient, and once for the sum
+    that stays on the device.
     """
     block = sizes.offloadable_block
     twice = math.ceil(sizes.parameter * profile.gradient_bytes) * (visits.micro_batches > 1)
@@ -291,9 +295,9 @@ def _summing_bytes(
 ) -> int:
     """Return the bytes of the buckets in which replicas reduce gradients.
 
-    Offloaded gradients use two buckets. With split backwards, resident gradients use two more. Each of these has memory
-    for one more parameter, because no parameter is divided between buckets. Otherwise resident gradients are views of
-    their buckets and need no copies.
+    Offloaded gradients use two buckets. With split backwards, resident gradients use two more. Each of the latter is
+    larger by one parameter, because no parameter is divided between buckets. Without split backwards, resident
+    gradients are views of their buckets and need no copies.
     """
     whole = math.ceil(sizes.trained * profile.gradient_bytes)
     going = min(whole, gone + math.ceil(sizes.block * profile.gradient_bytes)) if gone else 0
@@ -302,9 +306,8 @@ def _summing_bytes(
 
 
 def _host_staging_bytes(profile: ModelProfile, sizes: Sizes, moving: float) -> float:
-    """Return the bytes of host memory for copies of weights and gradients
-    when the host steps ``moving`` bytes of parameters.
-    """
+    """Return the bytes of host memory for copies of weights and gradients if the host steps ``moving`` bytes of
+    parameters."""
     copies = 1 if profile.master_bytes else 2
     return copies * min(sizes.trained, moving + (sizes.block if moving else 0))
 
@@ -312,10 +315,9 @@ def _host_staging_bytes(profile: ModelProfile, sizes: Sizes, moving: float) -> f
 def _rewriting_bytes(
     profile: ModelProfile, sizes: Sizes, streamed: int, visiting: int, bucket: int
 ) -> int:
-    """Return the further bytes of the offload tier that are needed because new data is written before old data is
-    freed.
+    """Return the additional bytes in the offload tier because new data is written before old data is freed.
 
-    They are one block, and the buckets in which replicas sum gradients.
+    They are the bytes of one block, and of the buckets in which replicas sum gradients.
     """
     whole = min(sizes.offloadable_block, streamed and sizes.offloadable)
     block = math.ceil(whole + sizes.most_trained(whole) * profile.gradient_bytes)
@@ -325,7 +327,7 @@ def _rewriting_bytes(
 def _rounding_bytes(
     profile: ModelProfile, sizes: Sizes, upper: int, streamed: int, gone: int
 ) -> int:
-    """Return the further bytes of the offload tier that rounding offloaded shares up to whole parameters may need.
+    """Return the additional bytes in the offload tier because offloaded shares are rounded up to whole parameters.
 
     ``upper`` is the bytes of the states that are not offloaded, which limits this rounding.
     """
@@ -348,10 +350,11 @@ def shard_bytes(states: int, largest: float, replicas: int) -> int:
 
 
 def _step_share(profile: ModelProfile, share: float) -> float:
-    """Return the duration of an optimizer step of a fraction ``share`` of the parameters, relative to a full step.
+    """Return the seconds of an optimizer step if a rank steps a fraction ``share`` of the parameters, relative to all.
 
-    Clearing, measuring and clipping all gradients takes as long as moving four times their bytes. A step reads weight,
-    gradient and states, and writes weight and states.
+    The seconds are proportional to bytes of memory traffic. To clear, measure and clip the gradients moves four times
+    the bytes of all gradients, whatever the share is. The step itself reads weight, gradient and states, and writes
+    weight and states.
     """
     stepping = 3 + 2 * profile.optimizer_bytes
     return (4 + stepping * share) / (4 + stepping)

@@ -19,8 +19,8 @@ Floats = NDArray[np.float64]
 def buffer_bytes(largest: Any, moved: Any) -> Any:
     """Return the smallest swap limit, in bytes, with which reads overlap with compute.
 
-    It is two blocks (the current and the next one), or all ``moved`` bytes if these are fewer. With a smaller limit, a
-    backward waits for the read of each offloaded block.
+    It is the bytes of two blocks (the current and the next one), each with ``largest`` bytes, or all ``moved`` bytes if
+    these are fewer. With a smaller limit, a backward waits for the read of each offloaded block.
     """
     return np.minimum(2 * largest, moved)
 
@@ -46,7 +46,7 @@ def tier_places(moved: float) -> int:
 
 
 def copying_seconds(device: Device, moved: NDArray[Any]) -> Floats:
-    """Return the seconds for writing ``moved`` bytes to the tier and reading them back."""
+    """Return the seconds for writing ``moved`` bytes to the offload tier and reading them back."""
     latency = device.write.latency_seconds + device.read.latency_seconds
     per_byte = 1 / device.write.bytes_per_second + 1 / device.read.bytes_per_second
     return np.where(moved > 0, latency + moved * per_byte, 0.0)

@@ -1,12 +1,13 @@
 """Schedules: the order in which each pipeline rank computes.
 
-action.py, order.py    entries of a list; the forwards and backwards of a pipeline rank as columns
-placement.py           the pipeline rank of each stage
-schedule.py            a schedule as one object, found by its name
-gpipe.py, one_forward.py, zero_bubble.py, breadth_first.py    the built-in schedules, with timelines
-own.py                 schedules that users write
+- ``action.py``: the actions, the entries of a rank's list
+- ``order.py``: the forwards and backwards of a pipeline rank as columns
+- ``placement.py``: the pipeline rank of each stage
+- ``schedule.py``: a schedule as one object, found by its name
+- ``gpipe.py``, ``one_forward.py``, ``zero_bubble.py``, ``breadth_first.py``: the built-in schedules, with timelines
+- ``own.py``: schedules that users write
 
-The built-in schedules are listed below: register a new one there.
+A new built-in schedule must be added to the list in this file.
 """
 
 from parallax.plan.schedule.action import Action, Kind

@@ -10,9 +10,9 @@ from enum import StrEnum
 class Kind(StrEnum):
     """The kind of an action.
 
-    ``fetch`` starts to prefetch the offloaded activations of a micro-batch. ``reduce`` ends the gradient
+    ``fetch`` starts to prefetch the offloaded activations of a micro-batch. ``reduce`` completes the gradient
     synchronisation of the replicas. In a split backward, ``backward`` computes the gradient of the input (B) and
-    ``backward_weight`` the gradients of the parameters (W); otherwise ``backward`` computes both.
+    ``backward_weight`` the gradients of the parameters (W). Otherwise ``backward`` computes both.
     """
 
     # StrEnum's own hash is written in Python, and actions are often looked up by kind.
@@ -39,8 +39,8 @@ FORWARD, BACKWARD, BACKWARD_WEIGHT = range(3)
 class Action:
     """One entry of a rank's list.
 
-    ``micro`` is −1 for an action without a micro-batch. ``step`` is the training step of the action, for lists of
-    several steps; 0 is the first step of the list.
+    ``micro`` is −1 for an action without a micro-batch. ``step`` is the training step of the action in a list of
+    several steps; the first step is 0.
     """
 
     kind: Kind

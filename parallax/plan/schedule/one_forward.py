@@ -11,7 +11,8 @@ from parallax.plan.schedule.schedule import Schedule
 def one_forward_one_backward(
     pipeline_ranks: int, pipeline_rank: int, micro_batches: int, interleave: int
 ) -> Order:
-    """Return the 1F1B order of one pipeline rank: one forward per later stage, then forwards and backwards in turn.
+    """Return the 1F1B order of one pipeline rank: one forward per later stage, then one forward and one backward in
+    turn.
 
     Source: PipeDream-Flush, Narayanan et al. 2021, section 2.2.
 
@@ -36,14 +37,15 @@ def interleaved(
     the number of messages by it. With one stage per pipeline rank the order is plain 1F1B.
 
     A pipeline rank computes groups of micro-batches stage by stage: all of a group in its first stage, then all in its
-    second. A group has as many micro-batches as there are pipeline ranks, so that its first micro-batch returns when
-    its last one has been sent. If the number of pipeline ranks does not divide the number of micro-batches, groups are
-    a little larger (a smaller group would stall the pipeline, and can deadlock).
+    second. A group has as many micro-batches as there are pipeline ranks. Then the first micro-batch of a group returns
+    to the first pipeline rank just when the last one has been sent. If the number of pipeline ranks does not divide the
+    number of micro-batches, groups are a little larger (a smaller group would stall the pipeline, and can deadlock).
 
     Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
     section 2.2, and the order of Megatron-LM's ``forward_backward_pipelining_with_interleaving``.
 
-    Two virtual stages per pipeline rank; f and b are those of a pipeline rank's second stage::
+    An example has two pipeline ranks with two virtual stages each. A line is a pipeline rank, named after its first
+    stage. F and B are passes of this stage, f and b those of the pipeline rank's second stage::
 
         stage 0 | F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 .. b2 .. b3 B2 B3
         stage 1 | .. F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3 ..

@@ -30,7 +30,7 @@ class Order:
 
     @classmethod
     def of(cls, listed: Iterable[Action]) -> Order:
-        """Return the order of a list of forwards and backwards."""
+        """Return a list of forwards and backwards as an order."""
         rows = [(COMPUTE.index(action.kind), action.stage, action.micro) for action in listed]
         kinds, stages, micros = np.array(rows, dtype=np.int64).reshape(-1, 3).T
         return cls(kinds, stages, micros)
@@ -59,7 +59,8 @@ def weave(
 def by_rounds(rounds: list[Numbers], columns: list[tuple[Numbers, Numbers]]) -> Order:
     """Return actions sorted by round and, within a round, by kind.
 
-    For each kind, ``rounds`` gives the round of each action, and ``columns`` gives the stage and the micro-batch.
+    Both lists have one entry for each kind, in the order of ``COMPUTE``. An entry of ``rounds`` has the round of each
+    action, and an entry of ``columns`` has the stage and the micro-batch of each action.
     """
     place = np.argsort(np.concatenate(rounds), kind="stable")
     kinds = np.repeat(np.arange(len(rounds)), len(rounds[0]))

@@ -1,4 +1,4 @@
-"""Register schedules that users write: functions that list forwards and backwards, which are checked first."""
+"""Register schedules that users write: functions that list forwards and backwards. Each list is checked."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def register_schedule(name: str, listing: Listing) -> None:
     """Register a schedule of your own, which is then selected by ``plan.schedule=name``.
 
     ``listing(pipeline_ranks, pipeline_rank, micro_batches)`` returns the forwards and backwards of one pipeline rank in
-    order, as ``Action(Kind.FORWARD, pipeline_rank, micro)``. Each of the ``micro_batches`` has one forward and then one
-    backward. If one of them has a ``Kind.BACKWARD_WEIGHT`` after that, all must have one. Parallax adds sends, receives
-    and fetches as for any schedule. It simulates every plan before it runs, which proves the peak bytes.
+    order, as ``Action(Kind.FORWARD, pipeline_rank, micro)``. Each micro-batch has one forward and then one backward. If
+    one micro-batch has a ``Kind.BACKWARD_WEIGHT`` after its backward, all must have one. Parallax adds sends, receives
+    and fetches as for any schedule. Before a plan runs, Parallax simulates it to compute the peak bytes of every rank.
 
     Raises :class:`PlanError` if the name is taken, an action is missing or duplicated, or ranks would deadlock. Only
     small pipelines are checked here; larger ones are checked when they are planned.

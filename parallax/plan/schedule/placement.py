@@ -1,4 +1,4 @@
-"""Assign stages to pipeline ranks, if each pipeline rank holds several stages."""
+"""Assign stages to pipeline ranks. A pipeline rank may hold several stages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Protocol
 
 
 class Placement(Protocol):
-    """The interface that maps stages to pipeline ranks. Stages are numbered along the data.
+    """The interface that maps stages to pipeline ranks. Stages are numbered in the order in which data passes through
+    them.
 
     In every placement the first ``pipeline_ranks`` stages are on pipeline ranks 0, 1, …, so a pipeline rank has the
     number of its first stage.
@@ -34,9 +35,10 @@ class RoundRobin:
 
 
 class BackAndForth:
-    """Places stages on the pipeline ranks in ascending, then in descending order, and so on.
+    """Places stages on the pipeline ranks in ascending, then in descending, then in ascending order, and so on.
 
-    With two stages per pipeline rank this is a V. The two stages at a turn are on the same pipeline rank.
+    With two stages per pipeline rank the order of the data is a V. Where the direction changes, two consecutive stages
+    are on one pipeline rank.
     """
 
     def pipeline_rank_of(self, stage: int, pipeline_ranks: int) -> int:

@@ -1,6 +1,6 @@
 """A schedule as one object: the order of each pipeline rank's actions, its stages, and properties for the planner.
 
-All code uses a :class:`Schedule` object; only readers of configurations and plans look up names.
+Only the code that reads configurations and plans looks up schedules by name. All other code uses a :class:`Schedule`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ InFlightCount = Callable[[int, Numbers], Numbers]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ramp:
-    """The ramp, the cost of filling and draining the pipeline, in the search's formula for the time of a step
-    (:mod:`parallax.plan.search.request`).
+    """The time to fill and drain a pipeline, in the search's formula for the seconds of a step.
 
-    ``weight_savings``: by how many seconds each second of the weight-gradient pass shortens the ramp. ``ahead``: how
-    many forwards a pipeline rank runs, for each later rank, while its first micro-batch is on the later ranks.
+    The formula is in :mod:`parallax.plan.search.request`.
+
+    ``weight_savings``  seconds by which each second of a weight-gradient pass shortens this time
+    ``ahead``           number of additional forwards that a pipeline rank can run for each later pipeline rank, while
+                        its first micro-batch is on the later pipeline ranks
     """
 
     weight_savings: int = 0
@@ -51,20 +53,26 @@ class Ramp:
 class Schedule:
     """The order in which the stages of a pipeline run forwards and backwards, and the pipeline rank of each stage.
 
-    ``ordering(pipeline_ranks, pipeline_rank, micro_batches, interleave)`` returns the order of one pipeline rank; its
-    docstring shows the timeline. ``splits``: backwards are split. ``interleaves``: the numbers of virtual stages per
-    pipeline rank to try. ``interleaves_freely``: any other number is allowed, too. ``grouped``: virtual stages compute
-    groups of as many micro-batches as there are pipeline ranks. ``placement``: the pipeline rank of each stage.
+    ``ordering``            function of (pipeline_ranks, pipeline_rank, micro_batches, interleave) that returns the
+                            order of one pipeline rank; its docstring shows the timeline
+    ``grouping``            function used instead of ``ordering`` if a stage computes a group of micro-batches before
+                            the next stage of the same pipeline rank computes. It has the size of a group as a fifth
+                            argument. By default each block is then a virtual stage.
+    ``group``               number of micro-batches in a group of ``grouping``; 0 for all of them (:meth:`with_group`)
+    ``splits``              backwards are split into input-gradient and weight-gradient passes
+    ``interleaves``         the numbers of virtual stages per pipeline rank to try
+    ``interleaves_freely``  other numbers of virtual stages are allowed, too
+    ``grouped``             virtual stages compute groups of as many micro-batches as there are pipeline ranks
+    ``placement``           the pipeline rank of each stage
 
-    ``grouping`` replaces ``ordering`` if a stage computes a group of micro-batches before the next stage of the same
-    pipeline rank computes. By default such a pipeline rank has a virtual stage for each block. ``group`` is the number
-    of micro-batches in a group, 0 for all of them (:meth:`with_group`).
+    Properties that only the planner reads:
 
-    For the planner: ``ramp``: the cost of filling and draining the pipeline. ``in_flight_count(pipeline_ranks,
-    pipeline_rank)``: the micro-batches in flight with one stage per pipeline rank and enough micro-batches.
-    ``holds_all``: all micro-batches are in flight at one time. ``steady``: in a full pipeline every round through all
-    stages is like the previous one. ``searched``: the bounds of the search are valid for this schedule, and
-    ``plan.schedule=auto`` tries it.
+    ``ramp``             the time to fill and drain the pipeline
+    ``in_flight_count``  function of (pipeline_ranks, pipeline_rank) that returns the micro-batches in flight with one
+                         stage per pipeline rank and enough micro-batches
+    ``holds_all``        all micro-batches are in flight at one time
+    ``steady``           in a full pipeline every round through all stages is like the previous one
+    ``searched``         the bounds of the search are valid for this schedule, and ``plan.schedule=auto`` tries it
     """
 
     name: str
@@ -86,7 +94,7 @@ class Schedule:
         return f"{self.name} in groups of {self.group}" if self.group else self.name
 
     def __reduce__(self) -> tuple[Callable[[str, int], Schedule], tuple[str, int]]:
-        """Pickle the schedule by name, because another process has its own object of that name."""
+        """Pickle the schedule by name, so that the receiving process uses its own object of that name."""
         return named, (self.name, self.group)
 
     def with_group(self, group: int) -> Schedule:
@@ -103,9 +111,7 @@ class Schedule:
         return _grouped(self, group)
 
     def run_length(self, micro_batches: int) -> int:
-        """Return how many micro-batches a stage computes in a row before
-        another stage of the same pipeline rank does.
-        """
+        """Return how many micro-batches a stage computes before another stage of the same pipeline rank computes."""
         return 1 if self.grouping is None else min(self.group or micro_batches, micro_batches)
 
     @property
@@ -132,8 +138,8 @@ class Schedule:
     ) -> Order:
         """Return the forwards and backwards of one pipeline rank, as columns.
 
-        Raises :class:`PlanError` if there are none, or if the schedule does not allow ``interleave`` virtual stages per
-        pipeline rank.
+        Raises :class:`PlanError` if there is no such pipeline rank or no micro-batch, or if the schedule does not allow
+        ``interleave`` virtual stages per pipeline rank.
         """
         if not 0 <= pipeline_rank < pipeline_ranks or micro_batches < 1:
             raise PlanError(
@@ -172,16 +178,16 @@ class Schedule:
     def in_flight(self, stages: int, stage: int, micro_batches: int, interleave: int = 1) -> int:
         """Return the largest number of a stage's micro-batches that are in flight at one time.
 
-        In flight means that the forward has run and the backward is not complete. If several of the ``stages`` share a
-        pipeline rank, their peaks occur at different times. Still, no smaller numbers would bound the bytes of the
-        pipeline rank for all activation sizes of its stages.
+        In flight means that the forward has run and the backward is not complete. Stages that share a pipeline rank
+        reach their peaks at different times, so the sum of their numbers is more than the pipeline rank ever holds.
+        Still, each number is needed for a bound on memory that is valid for all activation sizes of the stages.
         """
         return _in_flight(self, stages, stage, micro_batches, interleave)
 
     def least_in_flight(self, pipeline_ranks: int, micro_batches: int) -> NDArray[np.float64]:
         """Return a lower bound on the micro-batches in flight on each pipeline rank.
 
-        With several virtual stages per pipeline rank there are more.
+        The bound is for one stage per pipeline rank; with several virtual stages the number is larger.
         """
         if self.holds_all or self.in_flight_count is None:
             return np.full(pipeline_ranks, float(micro_batches if self.holds_all else 1))
@@ -231,8 +237,7 @@ SCHEDULES: dict[str, Schedule] = {}
 
 
 def named(name: str, group: int = 0) -> Schedule:
-    """Return the schedule that a file calls ``name``, with groups of ``group`` micro-batches, without importing
-    anything.
+    """Return the schedule called ``name`` in a file, with groups of ``group`` micro-batches. Nothing is imported.
 
     If no such schedule is registered, the result can be shown and compared, but computing its order raises
     :class:`PlanError`. An invalid name raises :class:`PlanError`, too.

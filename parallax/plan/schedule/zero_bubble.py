@@ -20,8 +20,8 @@ def zero_bubble_h1(
 ) -> Order:
     """Return the ZB-H1 order of one pipeline rank: 1F1B with weight-gradient passes delayed to fill the bubble.
 
-    A stage delays them by as many micro-batches as there are stages before it. So every stage has as many micro-batches
-    in flight as the first stage of 1F1B.
+    A stage delays its weight-gradient passes by as many micro-batches as there are stages before it. So every stage has
+    as many micro-batches in flight as the first stage of 1F1B.
 
     Source: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2.1.
 
@@ -66,10 +66,10 @@ def zero_bubble_h2(
 
 
 def zero_bubble(pipeline_rank: int, micro_batches: int, *, warm_up: int, delay: int) -> Order:
-    """Return forward, input-gradient (B) and weight-gradient (W) passes in turn.
+    """Return an order in which forward, input-gradient (B) and weight-gradient (W) passes take turns.
 
-    Forwards are ``warm_up`` micro-batches ahead of B, and W is ``delay`` micro-batches behind B. At most ``warm_up`` +
-    ``delay`` + 1 micro-batches are in flight.
+    A forward is ``warm_up`` micro-batches ahead of the B beside it, and a W is ``delay`` micro-batches behind the B
+    beside it. At most ``warm_up`` + ``delay`` + 1 micro-batches are in flight.
     """
     count = np.arange(micro_batches)
     column = np.full(micro_batches, pipeline_rank), count
@@ -113,13 +113,14 @@ def zero_bubble_v(
     Data passes through the first stages of all pipeline ranks in ascending order and then through their second stages
     in descending order. So the first and the last stage are on the same pipeline rank, and the backward begins there
     early. Every pipeline rank holds as many activations as the first pipeline rank of 1F1B. No pipeline rank waits
-    between its first and its last action if a forward, an input-gradient and a weight-gradient pass take equally long
-    and there are at least 2 · ``pipeline_ranks`` − 1 micro-batches.
+    between its first and its last action under two conditions: a forward, an input-gradient and a weight-gradient pass
+    take equally long, and there are at least 2 · ``pipeline_ranks`` − 1 micro-batches.
 
     Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", where it is called V-ZB; the order is that
     of torch's ``ScheduleZBVZeroBubble``.
 
-    Two virtual stages per pipeline rank; f, b and w are those of a pipeline rank's second stage::
+    A line is a pipeline rank, named after its first stage. F, B and W are passes of this stage, f, b and w those of the
+    pipeline rank's second stage::
 
         stage 0 | F0 F1 F2 F3 F4 f0 b0 w0 f1 b1 w1 f2 b2 w2 B0 W0 f3 b3 w3 B1 W1 f4 b4 w4 B2 W2 B3 W3 B4 W4 .. ..
         stage 1 | .. F0 F1 F2 f0 F3 f1 b0 w0 f2 b1 w1 F4 B0 W0 f3 b2 w2 B1 W1 f4 b3 w3 B2 b4 B3 W2 B4 W3 w4 W4 ..
@@ -158,7 +159,8 @@ def zero_bubble_v(
 
 
 def _turns(times: int, *slots: Slot) -> Numbers:
-    """Return the actions ``slots`` repeated ``times`` times. Each repetition uses the next micro-batch."""
+    """Return the actions ``slots`` repeated ``times`` times. In each repetition, the number of the micro-batch is one
+    higher."""
     listed = np.tile(np.array(slots, dtype=np.int64), (times, 1))
     listed[:, 2] += np.repeat(np.arange(times), len(slots))
     return listed

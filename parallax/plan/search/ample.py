@@ -26,10 +26,11 @@ def with_ample_memory(
 ) -> tuple[Pipeline, Forecast]:
     """Return ``pipeline`` and its ``forecast``, changed so that more allocators can keep freed memory.
 
-    On pipeline ranks whose allocator would have to return freed memory at once, swap limits are reduced or, if nothing
-    is offloaded, more blocks are recomputed. A change is accepted if the allocator may then keep freed memory and the
-    step is no longer. First, swap limits are tried that leave a fifth of the budget free, then limits that leave just
-    the bytes that the allocator keeps. Recomputation leaves just these bytes.
+    Only pipeline ranks whose allocator would have to return freed memory at once are changed. Their swap limits are
+    reduced. If they offload nothing, more of their blocks are recomputed instead. A change is accepted if the allocator
+    can then keep freed memory and the step does not take longer. Swap limits are first reduced so far that a fifth of
+    the budget is free, and otherwise only so far that the allocator can keep its freed blocks. Recomputation frees only
+    the latter bytes.
     """
     for pipeline_rank in range(pipeline.pipeline_ranks):
         ranks = pipeline.ranks(pipeline_rank)
@@ -54,15 +55,16 @@ def with_ample_memory(
 
 
 def _limit(stage: StagePlan) -> int:
-    """Return the bytes of offloaded activations that may be on the device of a stage at one time."""
+    """Return the largest bytes of offloaded activations that may be on the device of a stage at one time."""
     return stage.swap_limit_bytes if stage.offloads else 0
 
 
 def _with_less(
     profile: ModelProfile, pipeline: Pipeline, pipeline_rank: int, less: float
 ) -> tuple[StagePlan, ...]:
-    """Return the stages of ``pipeline`` with ``less`` bytes of
-    activations on ``pipeline_rank``, or as few as possible.
+    """Return the stages of ``pipeline``, with ``less`` bytes of activations fewer on ``pipeline_rank``.
+
+    If that many cannot be saved, as many as possible are saved.
     """
     mine, stages = pipeline.stages_of(pipeline_rank), pipeline.stages
     limit = sum(_limit(stages[stage]) for stage in mine)
@@ -86,7 +88,7 @@ def _with_less(
 def _recomputing(
     profile: ModelProfile, pipeline: Pipeline, mine: Sequence[int], less: float
 ) -> dict[int, StagePlan]:
-    """Return the stages of ``mine`` in which more blocks must be recomputed to save ``less`` bytes of activations.
+    """Return the stages of ``mine``, with so many more recomputed blocks that ``less`` bytes of activations are saved.
 
     The first blocks are recomputed first, because they would keep their activations for the longest time.
     """

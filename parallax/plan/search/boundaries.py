@@ -28,7 +28,7 @@ def even_boundaries(sums: Sequence[float], stages: int) -> list[int]:
 def furthest(works: Callable[[int], bool], low: int, high: int, guess: int) -> int:
     """Return the smallest number from ``low`` to ``high`` for which ``works`` returns True; ``high`` if there is none.
 
-    The search starts at ``guess``.
+    ``works`` must return True for all numbers above this one, too. The search starts at ``guess``.
     """
     start = min(max(guess, low), high)
     step = 1
@@ -51,7 +51,7 @@ def furthest(works: Callable[[int], bool], low: int, high: int, guess: int) -> i
 
 
 def block_kinds(profile: ModelProfile) -> tuple[tuple[int, ...], list[BlockCost]]:
-    """Return the kind of each block, and the cost of each kind. Blocks of equal cost have the same kind, an index."""
+    """Return the kind of each block, an index, and the cost of each kind. Blocks of equal cost have the same kind."""
     numbers: dict[BlockCost, int] = {}
     nameless = [
         replace(
@@ -73,9 +73,14 @@ def block_kinds(profile: ModelProfile) -> tuple[tuple[int, ...], list[BlockCost]
 class BlockChain:
     """The data of a chain of blocks that depend neither on rows nor on devices.
 
-    They are the kind of each block and the cost of each kind (:func:`block_kinds`); bytes of parameters, of parameters
-    that no other block uses and of the largest parameter; and prefix sums of parameters, trained parameters and
-    buffers.
+    ``kinds``           the kind of each block, an index into ``costs`` (:func:`block_kinds`)
+    ``costs``           the cost of each kind
+    ``block_bytes``     bytes of the parameters of each block
+    ``untied_bytes``    bytes of the parameters of each block that no other block uses
+    ``largest_bytes``   bytes of the largest parameter of each block
+    ``parameter_sums``  prefix sums of the bytes of parameters: entry n is for the first n blocks
+    ``trained_sums``    prefix sums of the bytes of trained parameters
+    ``buffer_sums``     prefix sums of the bytes of buffers
     """
 
     kinds: NDArray[np.int32]

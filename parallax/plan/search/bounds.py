@@ -1,29 +1,33 @@
 """Lower bounds on the seconds of a step, for all pipelines of a shape that have nearly equal replica counts.
 
-A shape is a schedule, a micro-batch size, and a number of pipeline ranks. A pipeline rank p with t seconds per
-micro-batch begins after the first micro-batch has passed the earlier ranks. It works ``M · t`` seconds and waits for
-gradients of the later ranks. It ends before the last gradient has passed back through the earlier ranks. So::
+A shape is a schedule, a micro-batch size, and a number of pipeline ranks. In the formulas, M is the number of
+micro-batches, t_p is the seconds of pipeline rank p per micro-batch, and Σ is the sum of t_p over all pipeline ranks.
 
-    step >= Σ of all pipeline ranks
-            + t_p · (M − 1 − forwards of p that fit into its first wait · forward's fraction of t_p)
+Pipeline rank p begins after the first micro-batch has passed the earlier ranks. It computes for ``M · t_p`` seconds and
+waits for gradients of the later ranks. The step ends after the last gradient has passed back through the earlier ranks.
+So this holds for every p::
 
-for every p. The factor of t_p is called its *weight*. It is largest for the last pipeline rank and smallest for the
-first. The minimum over all partitions of the largest weight · t is found by partitioning the blocks
-(:class:`~parallax.plan.search.greedy.GreedySearch`). Before that, pipeline ranks are assumed to be as even as the
-weights allow. No rank updates before all ranks have reduced their gradients, so the update is added.
+    step >= Σ + t_p · (M − 1 − forwards of p that fit into its first wait · forward's fraction of t_p)
 
-These bounds on the terms hold for every partition and for every directive (keep, offload, recompute):
+The factor of t_p is called the *weight* of p. It is largest for the last pipeline rank and smallest for the first. The
+bound for a shape needs the largest weight · t_p of the best partition.
+:class:`~parallax.plan.search.greedy.GreedySearch` finds that value by partitioning the blocks. Before it is known,
+pipeline ranks are assumed to be as even as the weights allow. No rank updates before all ranks have reduced their
+gradients, so the seconds of the update are added.
 
-* **max t**: the mean of all pipeline ranks; the largest block; the ⌈blocks / pipeline ranks⌉ cheapest blocks, since
-  some pipeline rank has as many. If a pipeline rank was shown to need more seconds to fit its memory, that number.
-* **Σ**: all blocks, for the rank with the most rows; the blocks that cannot keep their activations are recomputed, or
-  copied in parallel with computing; and the messages of one micro-batch through the pipeline.
-* **M micro-batches with a limit on those in flight**: each is in flight for Σ at least, so the step needs ``M / in
-  flight`` times that (Little 1961, "A proof for the queuing formula L = λW").
-* **Weight-gradient passes** of a zero-bubble schedule: only blocks that keep their activations can defer them. Together
-  the pipeline ranks can keep the activations that fit their memory beside parameters, gradients and optimizer states.
-* **Once**: the loss over all rows, if there is one, and the update of the mean share of the parameters, with the
-  fastest offload.
+These bounds on the terms are valid for every partition and for every directive (keep, offload, recompute):
+
+* **The slowest pipeline rank** takes no less than the mean of all pipeline ranks, no less than the slowest block, and
+  no less than the ⌈blocks / pipeline ranks⌉ fastest blocks, since some pipeline rank has as many. If a pipeline rank
+  was shown to need more seconds to fit its memory, that number is used.
+* **Σ** includes all blocks, for the rank with the most rows. Blocks that cannot keep their activations are recomputed,
+  or offloaded in parallel with computing. The messages of one micro-batch through the pipeline are added.
+* **A limit on the micro-batches in flight** slows the pipeline down: each micro-batch is in flight for at least Σ
+  seconds, so a step needs at least ``M / in flight · Σ`` (Little 1961, "A proof for the queuing formula L = λW").
+* **Weight-gradient passes** of a zero-bubble schedule can be deferred only for blocks that keep their activations. All
+  these activations must fit the memory of the pipeline ranks beside parameters, gradients and optimizer states.
+* **The work done once per step** is the loss over all rows, if there is one, and the optimizer's update. The update is
+  that of a rank with an average share of the parameters, with the fastest choice of offloaded states.
 """
 
 from __future__ import annotations
@@ -50,16 +54,21 @@ from parallax.plan.search.request import ROUNDING, Request, Shape
 class _Rows:
     """The costs of all blocks on the rank that has the most rows.
 
-    ``forward_share``      the largest fraction of a block's seconds that its forward takes
-    ``seconds``            seconds of all blocks
-    ``weight``             seconds of their weight-gradient passes
-    ``largest``            seconds of the slowest block
-    ``cheapest``           seconds of the n fastest blocks, for n = 0, 1, …
-    ``common``             the kind of block that takes the most seconds in total
-    ``cost``               the cost of that kind
-    ``count``              the number of blocks of that kind
-    ``again``              seconds to recompute one block of that kind
-    ``copying``            seconds to offload one block of that kind and to prefetch it
+    ``forward_share``  the largest fraction of a block's seconds that its forward takes
+    ``seconds``        seconds of all blocks
+    ``weight``         seconds of the weight-gradient passes of all blocks
+    ``largest``        seconds of the slowest block
+    ``cheapest``       entry n: seconds of the n fastest blocks
+    ``sums``           entry n: seconds of the first n blocks
+    ``message_bytes``  bytes of the smallest message between two blocks
+
+    The remaining fields describe the kind of block that takes the most seconds in total:
+
+    ``common``   the load of a block of this kind
+    ``cost``     the cost of this kind
+    ``count``    the number of blocks of this kind
+    ``again``    seconds to recompute one block of this kind
+    ``copying``  seconds to offload one block of this kind and to prefetch it
     """
 
     forward_share: float
@@ -78,16 +87,17 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Terms:
-    """The terms of the bounds of one pipeline shape, in seconds: lower bounds, except ``deferred`` and ``saved``.
+    """The terms of the bounds of one pipeline shape, in seconds. All are lower bounds, except ``deferred`` and
+    ``saved``.
 
-    ``total``      all pipeline ranks, for one micro-batch
-    ``slowest``    the slowest pipeline rank, for one micro-batch
-    ``path``       latency of one micro-batch through all pipeline ranks
-    ``update``     update of the mean share of the parameters
-    ``deferred``   upper bound on weight-gradient passes that can be deferred
-    ``saved``      upper bound on the part of the ramp that these passes fill
-    ``ramp``       ramp of equally slow pipeline ranks
-    ``forward_share``  the largest fraction of a block's seconds that its forward takes
+    ``total``          all pipeline ranks, for one micro-batch
+    ``slowest``        the slowest pipeline rank, for one micro-batch
+    ``path``           latency of one micro-batch through all pipeline ranks
+    ``update``         the optimizer's update and the loss over all rows
+    ``deferred``       upper bound on weight-gradient passes that can be deferred
+    ``saved``          upper bound on the part of the filling and draining that these passes overlap with
+    ``ramp``           filling and draining the pipeline if all pipeline ranks are equally slow
+    ``forward_share``  the largest fraction of a block's seconds that its forward takes (not in seconds)
     """
 
     total: float
@@ -119,8 +129,8 @@ class StepBound:
         """Return a lower bound on the step seconds of every pipeline of ``shape`` with nearly equal replica counts.
 
         ``least_cost`` is a known lower bound on the cost of the slowest pipeline rank. A cost is seconds per
-        micro-batch, including a part of the seconds after the last micro-batch. ``least_weighted`` is the same for
-        costs multiplied by :meth:`weights`.
+        micro-batch, including a part of the seconds after the last micro-batch. ``least_weighted`` is a known lower
+        bound on the largest product of cost and weight (:meth:`weights`).
         """
         terms, micro_batches, fullness = (
             self._terms(shape),
@@ -145,11 +155,12 @@ class StepBound:
         return float(max(work, max(0.0, terms.path - terms.saved) + slowest, queued) * ROUNDING)
 
     def _virtual_stages(self, shape: Shape) -> float:
-        """Return the bound of a pipeline shape with several virtual stages per pipeline rank, whose boundaries are
-        known.
+        """Return a lower bound on the step seconds of a shape with several virtual stages per pipeline rank.
 
-        A pipeline rank begins after the first stages of the earlier ranks have run forward. After its last backward,
-        these stages run backward, which may overlap with weight-gradient passes of the pipeline rank.
+        The boundaries of its stages are known, because virtual stages always have nearly equal seconds. A pipeline rank
+        begins after the first stages of the earlier ranks have run forward. After the pipeline rank's last backward,
+        these first stages still run backward. If backwards are split, the latter may overlap with weight-gradient
+        passes of the pipeline rank.
         """
         if self.request.mixed:
             return 0.0
@@ -169,9 +180,10 @@ class StepBound:
         return max(first + rest for first, rest in zip(before, work))
 
     def likely(self, shape: Shape) -> float:
-        """Return an estimate of the step seconds of ``shape``, before it is evaluated.
+        """Return an estimate of the step seconds of ``shape``, to order shapes before they are evaluated.
 
-        It assumes equally slow pipeline ranks: ``M · max + ramp · (Σ − max)``.
+        It assumes that all pipeline ranks are equally slow. The estimate is the seconds of a pipeline rank for all
+        micro-batches, the seconds to fill and drain the pipeline, and the update.
         """
         terms, micro_batches = self._terms(shape), self.request.count(shape)
         return max(micro_batches * terms.slowest + terms.ramp + terms.update, self.seconds(shape))
@@ -194,8 +206,8 @@ class StepBound:
         """Return the largest cost of the slowest pipeline rank with which a step of ``shape`` may take
         ``most_seconds``.
 
-        The cost is in seconds per micro-batch. All pipeline ranks are assumed to be about equally slow, so that a step
-        needs ``M · max + ramp · (Σ − max)``.
+        The cost is in seconds per micro-batch. The result assumes that all pipeline ranks are about equally slow: it
+        divides the seconds that remain after filling and draining the pipeline by the number of micro-batches.
         """
         terms, micro_batches = self._terms(shape), self.request.count(shape)
         if not shape.schedule.searched or most_seconds == math.inf:
@@ -203,10 +215,10 @@ class StepBound:
         return max(0.0, most_seconds - terms.ramp) / micro_batches
 
     def weighted_ceiling(self, shape: Shape, most_seconds: float) -> float:
-        """Return the largest weighted cost of a pipeline rank with which a step of ``shape`` can take ``most_seconds``.
+        """Return the largest product of cost and weight of a pipeline rank with which a step can take ``most_seconds``.
 
-        The cost is in seconds per micro-batch times the rank's weight (:meth:`weights`). Unlike :meth:`ceiling` it
-        holds for any pipeline.
+        The cost is in seconds per micro-batch, and :meth:`weights` has the weights. Unlike the result of
+        :meth:`ceiling`, this one is valid for every pipeline of ``shape``.
         """
         terms = self._terms(shape)
         wait = self._waits(shape, terms.forward_share)[-1]
@@ -235,10 +247,11 @@ class StepBound:
         )
 
     def _waits(self, shape: Shape, forward_share: float) -> list[float]:
-        """Return, for each pipeline rank, how many of its micro-batches lengthen the step.
+        """Return, for each pipeline rank, by how many seconds the step lengthens per second of the rank's micro-batch.
 
-        These are in addition to the latency of one micro-batch through the pipeline: all micro-batches but one, less
-        the forwards that fit into the time in which the first micro-batch passes the later ranks.
+        This is the number of micro-batches minus one, because the latency of one micro-batch through the pipeline is
+        counted separately. The forwards that the rank can run while its first micro-batch passes the later ranks are
+        subtracted, each as the fraction ``forward_share`` of a micro-batch.
         """
         micro_batches, pipeline_ranks = self.request.count(shape), shape.pipeline_ranks
         ahead = shape.schedule.ramp.ahead
@@ -270,8 +283,9 @@ class StepBound:
         return -(-len(self.request.devices) // shape.pipeline_ranks)
 
     def _messages(self, shape: Shape, rows: _Rows) -> float:
-        """Return the seconds that a micro-batch spends between pipeline ranks,
-        in the forward and, in training, the backward.
+        """Return the seconds that the messages of one micro-batch take between pipeline ranks.
+
+        They are those of the forward and, in training, of the backward.
         """
         cluster = self.request.cluster
         fast = max((cluster.local, cluster.remote), key=lambda link: link.bytes_per_second)
@@ -286,9 +300,8 @@ class StepBound:
         return shape.schedule.in_flight(shape.pipeline_ranks, 0, micro_batches)
 
     def _deferred(self, shape: Shape, rows: _Rows, replicas: int) -> float:
-        """Return an upper bound on the seconds of one micro-batch's
-        weight-gradient passes that all ranks together can defer.
-        """
+        """Return an upper bound on the seconds of weight-gradient passes that all ranks together can defer, per
+        micro-batch."""
         if not shape.split:
             return 0.0
         allowed = self.request.allowed
@@ -298,9 +311,9 @@ class StepBound:
         return rows.weight - common + common * self._kept_share(shape, rows, replicas)
 
     def _total(self, shape: Shape, rows: _Rows, replicas: int) -> float:
-        """Return the seconds of all blocks for one micro-batch.
+        """Return a lower bound on the seconds of all blocks for one micro-batch.
 
-        Blocks of the most common kind that cannot keep their activations are recomputed, or copied in parallel with
+        Blocks of the most common kind that cannot keep their activations are recomputed, or offloaded in parallel with
         computing.
         """
         allowed = self.request.allowed
@@ -318,8 +331,8 @@ class StepBound:
     def _kept_share(self, shape: Shape, rows: _Rows, replicas: int) -> float:
         """Return the largest fraction of the blocks of the most common kind that can keep their activations.
 
-        The activations must fit on each pipeline rank beside its own parameters, and on all ranks beside all
-        parameters.
+        On each pipeline rank, the activations must fit beside the rank's own parameters. Summed over all pipeline
+        ranks, they must fit beside all parameters.
         """
         held = rows.common.held_bytes
         if held <= 0 or not shape.schedule.searched:
@@ -353,9 +366,10 @@ class StepBound:
         )
 
     def _parameters(self, numbers: tuple[int, ...]) -> tuple[int, int]:
-        """Return lower bounds on the bytes of all, and of trained, parameters of the blocks of the most common kind.
+        """Return lower bounds on the bytes of all parameters and of the trained parameters of the most common kind of
+        block.
 
-        Shared parameters are subtracted.
+        Parameters that several blocks share are not counted at all.
         """
         common, profile = self._common(), self.request.profile
         costs = [cost for number, cost in zip(numbers, profile.blocks) if number == common]

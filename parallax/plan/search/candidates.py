@@ -1,10 +1,11 @@
 """Evaluate the shapes of a search request, likely best first, and skip shapes that cannot win.
 
-A shape is a schedule, a micro-batch size, and a number of pipeline ranks. The formula for a step's time ranks shapes of
-the same kind well and different kinds badly: the bubble that a zero-bubble schedule fills depends on which blocks keep
-their activations, and the cost of a message depends on the placement of replicas. So each shape that may win is solved
-by the greedy rule in several variants, whose action lists are then timed. A shape is skipped if its lower bound rules
-it out, or if it needs more than :data:`NEAR` times the best by the formula. Afterwards :meth:`CandidateSearch._prove`
+A shape is a schedule, a micro-batch size, and a number of pipeline ranks. The formula for a step's time
+(:mod:`parallax.plan.search.request`) ranks shapes of the same kind well and different kinds badly. One reason is that
+the bubble that a zero-bubble schedule fills depends on which blocks keep their activations. Another is that the cost of
+a message depends on the placement of replicas. So each shape that may win is solved by the greedy rule in several
+variants, and the resulting pipelines are timed action by action. A shape is skipped if its lower bound rules it out, or
+if by the formula it needs more than :data:`NEAR` times the best time. Afterwards :meth:`CandidateSearch._prove`
 tightens the lower bound over all shapes.
 """
 
@@ -44,7 +45,11 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A pipeline with two predictions of its step: seconds by the longest path, and a lower bound for the simulator."""
+    """A pipeline with two quick predictions of the seconds of its step.
+
+    ``seconds`` is the longest path through all actions and messages. ``least`` is a lower bound on what the full
+    simulation will predict.
+    """
 
     seconds: float
     least: float
@@ -54,7 +59,10 @@ class Timed:
 
 @dataclass(slots=True)
 class _Open:
-    """A pipeline shape, with lower bounds on the cost of the slowest pipeline rank, unweighted and weighted."""
+    """A pipeline shape with the lower bounds that are known for it, in seconds.
+
+    ``bound`` is for a step. ``least_cost`` and ``least_weighted`` are those of :meth:`StepBound.seconds`.
+    """
 
     shape: Shape
     bound: float
@@ -63,10 +71,10 @@ class _Open:
 
 
 class Forecasts:
-    """The forecasts of the pipelines of one search request, each computed once.
+    """The full predictions (forecasts) of the pipelines of one search request. Each is computed once.
 
-    ``known`` holds them, for the fastest swap limits. ``refused`` maps each pipeline that does not fit in the full
-    prediction to the reason. ``effort`` counts the simulated passes of blocks.
+    ``known`` maps each pipeline to its forecast, after :func:`with_ample_memory` has chosen its swap limits.
+    ``refused`` maps each pipeline that does not fit to the reason. ``effort`` counts the simulated passes of blocks.
     """
 
     def __init__(self, request: Request) -> None:
@@ -132,9 +140,9 @@ class _Evaluator:
     def evaluate_again(self, shape: Shape) -> _Found:
         """Return more pipelines of ``shape``, which was among the best.
 
-        They have one directive for all blocks, sharded and unsharded states, and partitions by even and by weighted
-        cost. One directive for all blocks can be faster than a mixture: offloading more blocks than necessary leaves
-        memory for prefetching.
+        The variants are: one directive for all blocks; sharded and unsharded optimizer states; and, for both,
+        partitions by weighted cost. One directive for all blocks can be faster than a mixture, because offloading more
+        blocks than necessary leaves memory for prefetching.
         """
         found = _Found(self.request, self._forecasts)
         allowed, weights = self.request.allowed, self.bound.weights(shape)
@@ -148,17 +156,15 @@ class _Evaluator:
         return found
 
     def prove(self, shape: Shape) -> _Found:
-        """Evaluate a pipeline shape that was skipped or ruled out, with a
-        single weighted partition; return the result.
-        """
+        """Return the result for a shape that was skipped or ruled out, from a single partition by weighted cost."""
         found = _Found(self.request, self._forecasts)
         self._weigh(shape, found, 1.0)
         return found
 
     def _weigh(self, shape: Shape, found: _Found, near: float) -> None:
-        """Partition the blocks by weighted cost, and add the results to ``found``.
+        """Partition the blocks by weighted cost, and add the resulting pipeline and lower bound to ``found``.
 
-        Pipelines that are slower than ``near`` times the best one need not be found.
+        The partition may miss pipelines whose step takes more than ``near`` times as long as the best one.
         """
         ceiling = self.bound.weighted_ceiling(shape, found.best * near)
         solved = self._solve(shape, found, ceiling=ceiling, weights=self.bound.weights(shape))
@@ -194,10 +200,13 @@ class _Evaluator:
 
 
 class _Found:
-    """The results for one pipeline shape: timed pipelines, and lower bounds on the cost of the slowest pipeline rank.
+    """The results for one pipeline shape.
 
-    Pipelines that the longest path rules out are not predicted. ``compared`` is the number of partitions tried. The
-    bounds are unweighted and weighted.
+    ``best``            seconds of the fastest step predicted so far, over all shapes
+    ``timed``           pipelines that may be among the best, by the quick predictions
+    ``compared``        number of partitions tried
+    ``least_cost``      lower bound on the cost of the slowest pipeline rank (:meth:`StepBound.seconds`)
+    ``least_weighted``  lower bound on the largest product of cost and weight
     """
 
     def __init__(self, request: Request, forecasts: Forecasts) -> None:
@@ -207,7 +216,8 @@ class _Found:
         self.least_cost = self.least_weighted = 0.0
 
     def add(self, candidate: Candidate) -> None:
-        """Time a candidate in all placements of its ranks."""
+        """Time a candidate in all placements of its ranks, and predict those in full that may be faster than
+        the best."""
         for timed in timed_placements(self._request, candidate):
             if timed.seconds <= self.best * NEAR:
                 self.timed.append(timed)
@@ -218,9 +228,8 @@ class _Found:
 class CandidateSearch:
     """The search over the pipeline shapes of one search request.
 
-    ``found``: the pipelines found. ``compared``: the number of solved partitions. ``bound_seconds``: a lower bound on
-    the step of every pipeline with replicas as even as possible. ``effort``: a limit on the number of pipeline ranks
-    that the greedy search fills.
+    ``found`` has the pipelines found. ``compared`` is the number of partitions tried. The argument ``effort`` limits
+    the number of pipeline ranks that the greedy search fills.
     """
 
     def __init__(
@@ -273,9 +282,10 @@ class CandidateSearch:
         return sorted(self.found, key=lambda timed: timed.seconds)
 
     def _evaluate_all(self) -> None:
-        """Evaluate the likely best pipeline shape of each number of pipeline ranks, then all shapes that may be better.
+        """Evaluate every pipeline shape whose lower bound is below the best forecast, until the effort is spent.
 
-        The likely best shapes come first.
+        The order is that of ``_open``: first the likely best shape of each number of pipeline ranks, then all others,
+        likely best first.
         """
         left = [entry for entry in self._open if not self._too_large(entry)]
         for number, entry in enumerate(left):
@@ -295,7 +305,8 @@ class CandidateSearch:
     def _prove(self) -> None:
         """Raise the lower bound over all pipeline shapes, as far as the effort for proofs allows.
 
-        The shape with the smallest bound is partitioned by weights, which shows whether it can be as fast as the best.
+        Each round takes the shape with the smallest bound and partitions its blocks by weighted cost. The result shows
+        whether the shape can be as fast as the best pipeline.
         """
         quick = self._evaluator.quick
         most, proved = quick.filled + PROOF_EFFORT * self._effort, set[int]()
@@ -323,9 +334,9 @@ class CandidateSearch:
         self.compared += found.compared
 
     def _too_large(self, entry: _Open) -> bool:
-        """Return whether no pipeline shape with as many pipeline ranks as ``entry`` fits the memory.
+        """Return whether no pipeline with as many pipeline ranks as ``entry`` fits the memory.
 
-        The shape that needs the least memory is tested.
+        Only the shape that needs the least memory is tested.
         """
         if entry.shape.pipeline_ranks not in self._held:
             return False
@@ -353,7 +364,7 @@ class CandidateSearch:
 
 
 def timed_placements(request: Request, candidate: Candidate) -> list[Timed]:
-    """Return ``candidate`` in all placements of its ranks, timed."""
+    """Return the pipelines of ``candidate``, one for each placement of its ranks to try, with quick predictions."""
     pipelines = placements(request.cluster, as_pipeline(request, candidate))
     return [
         Timed(*quick_seconds(request.profile, request.cluster, p), p, candidate) for p in pipelines

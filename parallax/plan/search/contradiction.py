@@ -23,7 +23,7 @@ class Question:
     """The constraints of a planning request, in numbers.
 
     ``fixed``: the ranks have started, so a plan must use every device. ``gather_loss``: one loss is computed over all
-    rows.
+    rows of a batch.
     """
 
     config: PlanConfig
@@ -38,9 +38,9 @@ class Question:
 
     @property
     def used(self) -> int:
-        """The number of devices that a plan uses, starting from the first.
+        """The number of devices that a plan uses. The used devices are the first ones of the cluster.
 
-        Configured stages and replicas, or the rows of a batch, may leave some devices unused.
+        Configured stages and replicas, or too few rows in a batch, may leave some devices unused.
         """
         if self.fixed:
             return self.devices
@@ -51,9 +51,7 @@ class Question:
 
     @property
     def pipeline_ranks(self) -> Sequence[int]:
-        """The numbers of pipeline ranks with which every device is used, if
-        stages and replicas do not contradict each other.
-        """
+        """The numbers of pipeline ranks that the configured stages and replicas allow if every device is used."""
         stages, replicas, listed = self.config.stages, self.config.replicas, self.replicas
         if stages != AUTO or listed is not None:
             return [len(listed) if listed is not None else int(stages)]
@@ -75,7 +73,7 @@ class Question:
 
 
 def check_question(question: Question) -> int:
-    """Return the number of devices that plans use, :attr:`Question.used`, after checking the settings.
+    """Check the settings, and return the number of devices that a plan uses (:attr:`Question.used`).
 
     Raises :class:`InfeasiblePlan` if no pipeline is possible, and :class:`ConfigError` if the settings exclude one
     another on any machine.
@@ -333,7 +331,7 @@ def _stages(question: Question) -> str:
 def check_counted_loss(profile: ModelProfile, rows: int, *, gather_loss: bool) -> None:
     """Raise :class:`ConfigError` if ``profile`` was measured with another loss than the plan computes.
 
-    The plan is for batches of ``rows`` rows, with one loss over all of them if ``gather_loss``.
+    The plan is for batches of ``rows`` rows. With ``gather_loss``, it computes one loss over all rows of a batch.
     """
     counted = profile.gathered_rows
     if counted == (rows if gather_loss else 0):

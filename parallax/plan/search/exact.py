@@ -1,8 +1,9 @@
 """Enumerate all pipelines that may be the best, from the last stage to the first.
 
-The last stage comes first because under 1F1B the micro-batches in flight depend on the number of later stages. The last
-stages of a pipeline are dropped in two cases: other last stages are no worse in slowest stage, sum, seconds after the
-last micro-batch, and work; or no completion can beat the best known pipelines. The result is exact under the formula of
+The last stage comes first because under 1F1B the micro-batches in flight depend on the number of later stages. Partial
+pipelines, which have only the last stages so far, are dropped in two cases. One is that another partial pipeline is no
+worse in four numbers: the slowest stage, the sum of all stages, the seconds after the last micro-batch, and the work.
+The other is that no completion can beat the best known pipelines. The result is exact under the formula of
 :mod:`parallax.plan.search.request`.
 """
 
@@ -26,7 +27,13 @@ ROW_EFFORT = 5  # cost of a kept choice, in evaluated partial pipelines
 
 @dataclass(frozen=True, slots=True)
 class _Partial:
-    """The last stages of a pipeline, with the quantities that the formula for a step's time needs."""
+    """The last stages of a pipeline, with the four numbers that the formula for a step's time needs, in seconds.
+
+    ``slowest``  of the slowest stage, per micro-batch
+    ``total``    sum over the stages, per micro-batch
+    ``tail``     after the last micro-batch
+    ``work``     sum over all replicas of the stages, per micro-batch
+    """
 
     slowest: float
     total: float
@@ -46,7 +53,8 @@ class _Partial:
 class ExactSearch:
     """Enumerates the pipelines of one search request.
 
-    ``compared`` counts complete pipelines. ``exact`` becomes False if the search exceeds its effort limit.
+    ``compared`` counts the complete pipelines that were compared. ``exact`` becomes False if the search exceeds its
+    effort limit.
     """
 
     def __init__(self, request: Request, effort: float = EFFORT) -> None:
@@ -70,8 +78,8 @@ class ExactSearch:
     def best(self, shapes: Sequence[Shape], most: int, limit: Score = WORST) -> list[Candidate]:
         """Return the ``most`` best pipelines of ``shapes`` that score below ``limit``, best first.
 
-        The score is the step's time by the formula. A first pass over pipelines that keep all activations is cheap and
-        lowers the limit for the others.
+        The score is the step's time by the formula. The search first tries only pipelines that keep all activations,
+        because this is cheap and lowers the limit for all other pipelines.
         """
         if Directive.KEEP in self.request.allowed:
             limit = min(limit, worst(self._best(shapes, most, limit, plain=True), most))
@@ -124,8 +132,9 @@ class ExactSearch:
         return best.get((0, 0), math.inf)
 
     def _pipelines(self, shape: Shape, limit: Score, plain: bool) -> list[_Partial]:
-        """Return the pipelines over all devices that may score below
-        ``limit``, without those that another one dominates.
+        """Return the pipelines over all devices that may score below ``limit``.
+
+        A pipeline is omitted if another one is no worse in every number of :class:`_Partial`.
         """
         request = self.request
         fronts = {

@@ -1,9 +1,9 @@
 """Choose keep, recompute or offload for each block of one stage.
 
 The choice has the least seconds per micro-batch within the device budget and the capacity of the offload tier. It is
-exact, by Pareto fronts: a choice for the first blocks is dropped only if another is no worse in every quantity that the
-later blocks or the final comparison use. Stages with equal blocks in the same order share fronts, wherever they are in
-the model.
+exact, by Pareto fronts: a choice for the first blocks is dropped only if another choice is no worse in every quantity
+that the later blocks or the final comparison use. Stages with equal blocks in the same order share fronts, even if they
+are at different places in the model.
 """
 
 from __future__ import annotations
@@ -47,12 +47,16 @@ _SECONDS, _KEPT, _MOVED, _LARGEST, _WORK = range(5)
 
 @dataclass(frozen=True, slots=True)
 class StageSetting:
-    """The circumstances in which a stage runs.
+    """The conditions under which a stage runs.
 
-    ``replicas`` ranks are connected by ``link`` (None: nothing is sent). The rank with the most rows has ``rows`` rows
-    of each micro-batch, and ``in_flight`` micro-batches are between forward and backward. ``split``: the schedule runs
-    weight-gradient passes separately. ``beside``: the largest numbers of ranks of the stages before and after.
-    ``visits`` and ``boundaries_held``: see :func:`~parallax.plan.cost.stage.load_stage`.
+    ``replicas``         number of replicas
+    ``rows``             rows of each micro-batch on the rank that has the most rows
+    ``in_flight``        micro-batches between forward and backward at one time
+    ``link``             link between the replicas; None if nothing is sent
+    ``split``            whether the schedule runs weight-gradient passes separately
+    ``beside``           the largest numbers of ranks of the stages before and after
+    ``visits``           how often each block runs in a step (:class:`~parallax.plan.plan.Visits`)
+    ``boundaries_held``  number of boundary tensors held (:func:`~parallax.plan.plan.boundaries_held`)
     """
 
     replicas: int
@@ -72,7 +76,7 @@ class StageSetting:
         directives: tuple[Directive, ...],
         offload: OffloadFractions,
     ) -> StageLoad:
-        """Return the cost of the stage in this setting, with the given directives."""
+        """Return the cost of a stage under these conditions, with the given directives."""
         return load_stage(
             profile,
             start,
@@ -92,9 +96,13 @@ class StageSetting:
 class StageChoice:
     """A stage that fits its device.
 
-    ``seconds``: per micro-batch, with stalls. ``tail_seconds``: after the last micro-batch, without the reduction.
-    ``moved_bytes``: bytes offloaded per micro-batch. Among equally fast choices, the search prefers the one that moves
-    the fewest bytes.
+    ``seconds``        seconds per micro-batch, with stalls
+    ``tail_seconds``   seconds after the last micro-batch, without the all-reduce of gradients
+    ``peak_bytes``     peak of the device memory
+    ``moved_bytes``    bytes offloaded per micro-batch. Among equally fast choices, the search prefers the one with the
+                       fewest.
+    ``trained_bytes``  bytes of the trained parameters
+    ``load``           all costs of the stage
     """
 
     plan: StagePlan
@@ -114,9 +122,10 @@ def evaluate_stage(
     where: StageSetting,
     offload: OffloadFractions,
 ) -> StageChoice | None:
-    """Return the stage with these directives, and with the fractions ``offload`` of its states offloaded.
+    """Return the stage that starts at block ``start`` and has these ``directives``, or None if it does not fit its
+    device.
 
-    None if the stage does not fit its device.
+    ``offload`` has the fractions of the stage's states that are offloaded.
     """
     load = where.load(profile, device, start, directives, offload)
     budget, least, moved = device.memory_bytes, load.smallest_swap_limit, load.moved_bytes
@@ -159,7 +168,8 @@ def evaluate_stage(
 def _largest_limit(load: StageLoad, in_flight: int, free_bytes: float, budget: int) -> int:
     """Return the largest swap limit, in bytes, with which the stage fits ``budget``.
 
-    It is near ``free_bytes``, but not equal, because the predicted peak rounds the allocator's loss up.
+    ``free_bytes`` is an estimate of the result. The exact result differs by a few bytes, because the predicted peak
+    rounds up the bytes that the allocator loses to gaps.
     """
     least, all_moved = load.smallest_swap_limit, in_flight * load.moved_bytes
     limit = min(math.floor(free_bytes), all_moved)
@@ -174,8 +184,10 @@ def _largest_limit(load: StageLoad, in_flight: int, free_bytes: float, budget: i
 class _Front:
     """The Pareto-optimal choices of directives for a run of blocks.
 
-    Rows are choices; columns are seconds, kept, moved, largest moved and workspace bytes. A second array holds the
-    directives of each choice.
+    ``columns``     one row per choice, with five columns: seconds; bytes kept; bytes offloaded; the most bytes
+                    offloaded by one block; bytes of workspace
+    ``directives``  one row per choice, with the directive of each block, as an index
+    ``exact``       whether no choice was left out
     """
 
     columns: Floats
@@ -187,7 +199,7 @@ class _Front:
 
 
 class ExactStageFitter:
-    """Fits stages of one profile on one kind of device, and caches the results.
+    """Chooses directives for stages of one profile on one kind of device, and caches the results.
 
     ``exact`` becomes False if some choices could not be evaluated. ``host_states`` are the fractions of offloaded
     states to try, smallest first.
@@ -214,9 +226,9 @@ class ExactStageFitter:
         self._leanest = lru_cache(maxsize=None)(self._find_leanest)
 
     def _fit(self, start: int, stop: int, where: StageSetting) -> tuple[StageChoice, ...]:
-        """Return the choices for the blocks ``start`` to ``stop`` − 1; none if nothing fits.
+        """Return the choices for the blocks ``start`` to ``stop`` − 1; an empty tuple if nothing fits.
 
-        A choice is omitted if another is better both per micro-batch and at the end of the step.
+        A choice is omitted if another one is better both per micro-batch and at the end of the step.
         """
         found: list[StageChoice] = []
         for offload in self._host_states:
@@ -272,9 +284,8 @@ class ExactStageFitter:
         return None
 
     def least_bytes(self, start: int, stop: int, where: StageSetting) -> float:
-        """Return the smallest device memory, in bytes, in which the stage
-        runs; infinite if the offload tier is too small.
-        """
+        """Return the smallest device memory, in bytes, in which the stage runs; infinite if the offload tier is too
+        small."""
         return min(self._least(start, stop, where, offload) for offload in self._host_states)
 
     def _least(
@@ -310,9 +321,8 @@ class ExactStageFitter:
     def _waiting(
         self, front: _Front, start: int, stop: int, where: StageSetting, offload: OffloadFractions
     ) -> Floats:
-        """Return, for each choice, the seconds per micro-batch that a
-        backward waits because no memory is free to prefetch.
-        """
+        """Return, for each choice, the seconds per micro-batch that a backward waits because no memory is free to
+        prefetch."""
         moved, largest = front.columns[:, _MOVED], front.columns[:, _LARGEST]
         free_bytes = buffer_bytes(largest, where.in_flight * moved)
         buffered = (
@@ -333,7 +343,7 @@ class ExactStageFitter:
         offload: OffloadFractions,
         limit: Floats | None = None,
     ) -> Floats:
-        """Return the device bytes of each choice, the same sum as :meth:`StageLoad.peak_bytes`.
+        """Return the device bytes of each choice. The sum is the same as in :meth:`StageLoad.peak_bytes`.
 
         Without ``limit``, the smallest possible swap limit is used.
         """
@@ -364,8 +374,8 @@ class ExactStageFitter:
     ) -> tuple[int, int, int, float]:
         """Return the costs of a stage that do not depend on directives.
 
-        They are static bytes, boundary bytes, bytes in the offload tier, and the seconds for which parameter offload
-        occupies the link to the tier.
+        They are its static bytes, its boundary bytes, its bytes in the offload tier, and the seconds for which
+        parameter offload occupies the link to the tier.
         """
         load = load_stage(
             self._profile,
@@ -422,10 +432,11 @@ class ExactStageFitter:
         return front
 
     def _find_leanest(self, kinds: Kinds, rows: int, split: bool) -> _Front:
-        """Return the choices that keep the fewest bytes, one for each bound on workspace and on bytes offloaded by one
-        block.
+        """Return choices of directives that keep few bytes on the device.
 
-        They include the smallest choice for any number of micro-batches in flight.
+        For each pair of bounds, one on workspace bytes and one on the bytes that one block offloads, the result has the
+        choice within both bounds that keeps the fewest bytes. So it includes the smallest choice for any number of
+        micro-batches in flight.
         """
         options = np.array([self._options(kind, rows, split) for kind in kinds])
         found: dict[tuple[int, ...], Floats] = {}
@@ -441,9 +452,7 @@ class ExactStageFitter:
         return _Front(np.array(list(found.values())), np.array(list(found), np.int8), True)
 
     def _bounds(self, values: Floats) -> Floats:
-        """Return the bounds to try: all ``values`` or, if there are too
-        many, an even selection that includes the largest.
-        """
+        """Return the bounds to try: all distinct ``values``, or a selection of them that includes the largest."""
         found = np.unique(values)
         if len(found) > MOST_BOUNDS:
             self.exact = False
@@ -467,7 +476,7 @@ def _no_worse(one: StageChoice, other: StageChoice) -> bool:
 
 
 def _undominated(columns: Floats) -> NDArray[np.intp]:
-    """Return the indices of rows that no other row equals or beats in every column.
+    """Return the indices of the rows that no other row dominates. A row dominates another if no column of it is larger.
 
     Of equal rows, the first is returned.
     """

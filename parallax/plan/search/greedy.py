@@ -1,9 +1,9 @@
-"""Greedy search: find a good pipeline of up to a thousand blocks on a thousand devices, and bound how good the best is.
+"""Greedy search: find a good pipeline of up to a thousand blocks on a thousand devices, and a bound on the best one.
 
 For given pipeline ranks and replicas, the slowest pipeline rank determines the step. To test whether every pipeline
-rank can stay within T seconds, the search fills them with as many blocks as fit, beginning with the last. Bisection
-finds the smallest such T. Replica counts are even at first. Then devices move from the pipeline rank with the most
-slack to the slowest one as long as the score improves.
+rank can stay within T seconds, the search fills each with as many blocks as fit, beginning with the last pipeline rank.
+Bisection finds the smallest such T. Replica counts are even at first. Then devices move from the pipeline rank with the
+most slack to the slowest one as long as the score improves.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ MOVES = 12  # most devices moved between pipeline ranks of a candidate
 
 @dataclass(frozen=True, slots=True)
 class _PipelineRankPlace:
-    """One pipeline rank: the blocks of each of its stages, and the greedy choice of directives for them."""
+    """One pipeline rank: the blocks of each of its stages, and the directives that the greedy rule chose for them."""
 
     parts: tuple[Part, ...]
     fitted: GreedyStage
 
 
 class StageOptions(NamedTuple):
-    """The directives that blocks may have, and whether replicas must shard
-    states (True), must not (False), or may (None).
+    """The directives that blocks may have, and whether replicas shard optimizer states.
+
+    ``sharded`` is True if they must, False if they must not, and None if they may.
     """
 
     allowed: tuple[Directive, ...]
@@ -57,7 +58,7 @@ class StageOptions(NamedTuple):
 
 
 class _Filled(NamedTuple):
-    """The pipeline ranks filled with blocks, none of which costs more than a ceiling.
+    """The pipeline ranks with their blocks, if each can stay within a ceiling on its cost.
 
     ``places`` is empty if the ceiling is too low. Then every ceiling below ``next_ceiling`` is too low, too.
     """
@@ -70,8 +71,9 @@ class _Filled(NamedTuple):
 class Solved:
     """The greedy result for one pipeline shape.
 
-    ``candidate`` is None if a stage does not fit when its bytes are rounded up. If all blocks are equal, ``least_cost``
-    is a lower bound on the cost of the slowest pipeline rank, in seconds per micro-batch times the rank's weight.
+    ``candidate`` is None if the greedy rule found a pipeline, but a stage of it does not fit when its bytes are
+    computed exactly. If all blocks are equal, ``least_cost`` is a lower bound on the largest product of cost and weight
+    of a pipeline rank. The cost is in seconds per micro-batch.
     """
 
     candidate: Candidate | None
@@ -81,7 +83,7 @@ class Solved:
 class GreedySearch:
     """Solves the pipeline shapes of one search request by a greedy rule, one at a time.
 
-    ``filled`` counts the pipeline ranks that were filled with blocks.
+    ``filled`` counts how often a pipeline rank was filled with blocks.
     """
 
     def __init__(self, request: Request) -> None:
@@ -102,14 +104,16 @@ class GreedySearch:
         sharded: bool | None = None,
         weights: Sequence[float] = (),
     ) -> Solved | None:
-        """Return the pipeline of ``shape`` whose slowest pipeline rank is the fastest, with replicas as even as
+        """Return the pipeline of ``shape`` whose slowest pipeline rank takes the least time. Replicas are as even as
         possible.
 
-        None if nothing fits, or if the slowest pipeline rank would cost more than ``ceiling`` seconds per micro-batch.
+        The result is None if nothing fits, or if the slowest pipeline rank would cost more than ``ceiling`` seconds per
+        micro-batch.
 
-        ``allowed``: the directives that blocks may have. ``sharded``: whether replicas shard optimizer states; None
-        means the cheaper of both. ``weights``: factors by which the costs of the pipeline ranks are multiplied before
-        they are compared; empty means 1.
+        ``allowed``  the directives that blocks may have; None means those of the request
+        ``sharded``  whether replicas shard optimizer states; None means the cheaper of both
+        ``weights``  factors by which the costs of the pipeline ranks are multiplied before they are compared; an empty
+                     sequence means 1 for each
         """
         if shape.pipeline_ranks < self.request.least_pipeline_ranks:
             return None
@@ -118,9 +122,8 @@ class GreedySearch:
         return self._solve(shape, replicas, ceiling, options, tuple(weights)) if replicas else None
 
     def rebalance(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield candidates with more and more devices moved to the slowest
-        pipeline rank, as long as the score falls.
-        """
+        """Yield candidates with more and more devices moved to the slowest pipeline rank, as long as the score
+        falls."""
         if (
             self.request.config.replicas != AUTO
             or candidate.shape.interleave > 1
@@ -156,8 +159,9 @@ class GreedySearch:
     def leanest(self, shapes: Sequence[Shape]) -> list[Shape]:
         """Return the pipeline shapes that may need the least memory, smallest first.
 
-        Fewer rows per micro-batch never increase the rows in flight, and no schedule has fewer micro-batches in flight
-        than 1F1B. (With one loss over all rows, all rows are in flight; under 1F1B this means a single micro-batch.)
+        For each number of pipeline ranks, this is the shape of 1F1B with the smallest micro-batches. Smaller
+        micro-batches never increase the rows in flight, and no schedule has fewer micro-batches in flight than 1F1B.
+        With one loss over all rows, all rows are in flight in any case, and GPipe is used instead.
         """
         smallest: dict[tuple[Schedule, int, int], Shape] = {}
         fewest = GPIPE if self.request.gather_loss else PLAIN
@@ -172,16 +176,15 @@ class GreedySearch:
         )
 
     def holds(self, shape: Shape) -> bool:
-        """Return whether the devices have enough memory for a pipeline of
-        this shape with nearly equal replica counts.
-        """
+        """Return whether a pipeline of this shape, with nearly equal replica counts, fits the memory of the devices."""
         replicas = self._even(shape)
         return bool(replicas) and self._holds(shape, replicas, 0)
 
     def least_memory(self, shapes: Sequence[Shape]) -> int | None:
         """Return the fewest bytes per device with which the greedy rule finds a pipeline; None if no memory suffices.
 
-        Devices that have more memory keep it. Bisection runs only for shapes that need less than the best so far.
+        Devices that have more bytes than the result may use all of them. Bisection runs only for shapes that fit in
+        less memory than the best shape so far.
         """
         best = MOST_MEMORY
         for shape in self.leanest(shapes):
@@ -231,9 +234,10 @@ class GreedySearch:
         return bool(self._even(shape))
 
     def _even(self, shape: Shape) -> tuple[int, ...]:
-        """Return the replicas of each pipeline rank, as even as possible.
+        """Return the number of replicas of each pipeline rank, as even as possible.
 
-        Empty if ranks would have no rows, or if the counts are not worth trying.
+        The result is empty if a replica would have no rows, or if virtual stages would have unequal numbers of
+        replicas.
         """
         requested, devices, pipeline_ranks = (
             self.request.config.replicas,
@@ -265,7 +269,7 @@ class GreedySearch:
         options: StageOptions,
         weights: tuple[float, ...] = (),
     ) -> Solved | None:
-        """Return the pipeline with these ``replicas`` whose slowest pipeline rank is the fastest."""
+        """Return the pipeline with these ``replicas`` whose slowest pipeline rank takes the least time."""
         weights = weights or (1.0,) * shape.pipeline_ranks
         solve = self._assign_evenly if shape.interleave > 1 else self._fill
         best = solve(shape, replicas, ceiling, options, weights).places
@@ -295,7 +299,7 @@ class GreedySearch:
     ) -> _Filled:
         """Fill pipeline ranks with blocks, beginning with the last.
 
-        None of them may cost more than ``ceiling`` seconds divided by its weight.
+        No pipeline rank may cost more than ``ceiling`` seconds divided by its weight.
         """
         self.filled += shape.pipeline_ranks
         in_flight_by_stage, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
@@ -342,7 +346,7 @@ class GreedySearch:
         options: StageOptions,
         weights: Sequence[float],
     ) -> _Filled:
-        """Assign stages of nearly equal seconds to the pipeline ranks in turn."""
+        """Partition the blocks into stages of nearly equal seconds, and assign these to the pipeline ranks in turn."""
         places = []
         for (parts, fitter, _), weight in zip(self._even_parts(shape, replicas, options), weights):
             fitted = fitter.find(parts)
@@ -360,9 +364,7 @@ class GreedySearch:
     def _even_parts(
         self, shape: Shape, replicas: tuple[int, ...], options: StageOptions
     ) -> Iterator[tuple[tuple[Part, ...], GreedyStages, Device]]:
-        """Yield the blocks of each pipeline rank's stages, the rank's fitter,
-        and its device, for stages of nearly equal seconds.
-        """
+        """Yield the blocks, the fitter and the device of each pipeline rank, for stages of nearly equal seconds."""
         stages = shape.pipeline_ranks * shape.interleave
         boundaries = even_boundaries(
             [0.0, *accumulate(self._fitter(shape, 0, replicas[0], options).seconds.tolist())],
@@ -474,7 +476,7 @@ class GreedySearch:
     ) -> list[StageChoice]:
         """Return the stages of one pipeline rank, each verified on its own share of the device's memory.
 
-        Empty if one of them does not fit.
+        The list is empty if one of them does not fit.
         """
         device = self.request.device(first, first + replicas)
         directives = place.fitted.directives(place.parts, options.allowed)
@@ -493,7 +495,7 @@ class GreedySearch:
 def _within(
     choices: Sequence[StageChoice], parts: Sequence[Part], device: Device
 ) -> list[StageChoice]:
-    """Return the stages of one pipeline rank with swap limits that fit its device together; empty if there are none.
+    """Return the stages of one pipeline rank with swap limits that together fit its device; empty if there are none.
 
     Each stage gets the smallest limit that it needs. The remaining bytes are divided in proportion to these limits.
     """

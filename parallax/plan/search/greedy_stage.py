@@ -1,8 +1,8 @@
 """Choose keep, recompute or offload for the blocks of a pipeline rank by a greedy rule, for thousands of blocks.
 
 Blocks are ordered by recomputation seconds per byte freed. The cheapest blocks are recomputed and the most expensive
-ones offloaded, as many of each as the budget needs; for equal blocks that is optimal. With prefix sums a query takes
-microseconds. Results are cached by the costs of the blocks, so stages of equal blocks are computed once.
+ones offloaded, as many of each as the budget needs. If all blocks are equal, this is optimal. With prefix sums a query
+takes microseconds. Results are cached by the costs of the blocks, so stages of equal blocks are computed once.
 """
 
 from __future__ import annotations
@@ -50,9 +50,13 @@ _Answer = tuple[float, tuple[int, ...], tuple[int, ...]]
 class GreedyStage:
     """The greedy choice for a pipeline rank.
 
-    ``seconds`` are per micro-batch. ``cost`` is the same plus a part of the seconds after the last micro-batch.
-    ``offload`` holds the fractions of offloaded states. The other fields are the indices of the recomputed and of the
-    offloaded blocks, counted over all parts. A part is the blocks of one stage.
+    ``seconds``     seconds per micro-batch
+    ``cost``        ``seconds`` plus the seconds after the last micro-batch divided by the number of micro-batches
+    ``offload``     the fractions of offloaded states
+    ``recomputed``  indices of the recomputed blocks
+    ``offloaded``   indices of the offloaded blocks
+
+    Indices count the blocks of all stages of the pipeline rank, from 0.
     """
 
     seconds: float
@@ -82,24 +86,28 @@ class GreedyStage:
 class _Sums:
     """The costs of one pipeline rank for each number of recomputed and of offloaded blocks.
 
-    Blocks are recomputed from the start of ``order``, and offloaded from its end. ``in_flight`` micro-batches are in
-    flight.
+    Blocks are recomputed from the start of ``order``, and offloaded from its end.
 
+    ``in_flight``          largest number of micro-batches in flight
+    ``order``              the blocks, by recomputation seconds per byte freed
+    ``offloaded``          the numbers of offloaded blocks: 0, 1, …
     ``compute``            seconds of forwards and backwards without recomputation and offloading
     ``first``              seconds of the forwards until each block has been visited once
     ``recompute_freed``    entry n: bytes freed if the first n blocks of ``order`` are recomputed
     ``recompute_seconds``  entry n: seconds of recomputing these blocks
 
-    All other arrays have one entry for each number of ``offloaded`` blocks (0, 1, …):
+    Entry n of each other array is for n offloaded blocks:
 
-    ``offload_seconds``    slowdown by offloading
-    ``moved``, ``gone``    bytes offloaded per micro-batch, and by all micro-batches in flight
-    ``largest``            bytes offloaded by one block
-    ``places``             bytes in the tier
-    ``base``               bytes of activations that stay on the device
-    ``plain``, ``both``    workspace without and with recomputation
-    ``buffers``            swap limits, each with the seconds that a backward waits under it: with memory for two blocks
-                           reads overlap with compute, with memory for one block they do not
+    ``offload_seconds``  slowdown of compute by offloading
+    ``moved``            bytes offloaded per micro-batch
+    ``gone``             bytes offloaded by all micro-batches in flight
+    ``largest``          the most bytes offloaded by one block
+    ``places``           bytes in the tier
+    ``base``             bytes of activations that stay on the device
+    ``plain``            workspace bytes without recomputation
+    ``both``             workspace bytes with recomputation
+    ``buffers``          swap limits to try, each with the seconds that a backward waits under it. A limit for two
+                         blocks lets reads overlap with compute. A limit for one block does not.
     """
 
     in_flight: int
@@ -124,8 +132,15 @@ class _Sums:
 class PipelineRankKind:
     """The properties that all pipeline ranks of one kind share.
 
-    Each has ``replicas`` on devices like ``device``, connected by ``link``. A rank has at most ``rows`` rows of each of
-    the ``micro_batches``. ``split``: the schedule splits backwards.
+    ``device``           the device of each rank
+    ``link``             the link between the replicas
+    ``rows``             rows of each micro-batch on the rank that has the most rows
+    ``replicas``         number of replicas
+    ``micro_batches``    number of micro-batches in a step
+    ``split``            whether the schedule splits backwards
+    ``beside``           the largest numbers of ranks of the stages before and after
+    ``visits``           how often each block runs in a step (:class:`~parallax.plan.plan.Visits`)
+    ``boundaries_held``  number of boundary tensors held (:func:`~parallax.plan.plan.boundaries_held`)
     """
 
     device: Device
@@ -140,9 +155,8 @@ class PipelineRankKind:
 
 
 class _Columns:
-    """The cost of each block under each directive: seconds, bytes per
-    micro-batch, and workspace bytes of a running pass.
-    """
+    """The cost of each block under each directive: seconds, bytes per micro-batch, and workspace bytes of a running
+    pass."""
 
     def __init__(self, chain: BlockChain, kind: PipelineRankKind) -> None:
         loads = {
@@ -181,8 +195,9 @@ class _Columns:
 class GreedyStages:
     """Chooses directives for all pipeline ranks of one ``kind``.
 
-    Blocks may have the ``allowed`` directives, and states may be offloaded by one of the fractions ``host_states``.
-    ``stated`` caches the costs of states, which do not depend on rows.
+    ``allowed``      the directives that blocks may have
+    ``host_states``  the fractions of offloaded states to try
+    ``stated``       cache for the costs of states, shared by kinds that differ only in their rows
     """
 
     def __init__(
@@ -212,9 +227,8 @@ class GreedyStages:
         return self._columns.seconds
 
     def find(self, parts: tuple[Part, ...]) -> GreedyStage | None:
-        """Return the fastest choice of directives for a pipeline rank whose
-        stages are ``parts``; None if nothing fits.
-        """
+        """Return the fastest choice of directives for a pipeline rank whose stages are ``parts``; None if
+        nothing fits."""
         if parts not in self._found:
             content = self._content(parts)
             if content not in self._known:
@@ -227,7 +241,7 @@ class GreedyStages:
         return self._columns.least_sums[stop] - self._columns.least_sums[start]
 
     def least_bytes(self, parts: tuple[Part, ...]) -> float:
-        """Return the smallest memory in which a pipeline rank with the stages ``parts`` runs.
+        """Return the smallest device memory, in bytes, in which a pipeline rank with the stages ``parts`` runs.
 
         The result is infinite if the capacity of the offload tier is too small.
         """
@@ -322,8 +336,9 @@ class GreedyStages:
         return offload, states, states.update_seconds + sent
 
     def _rest(self, parts: tuple[Part, ...]) -> int:
-        """Return the device bytes of a pipeline rank that directives do not
-        change, without parameters, gradients and states.
+        """Return the device bytes of a pipeline rank that directives do not change.
+
+        Parameters, gradients and optimizer states are not included.
         """
         gaps = gap_bytes(
             self._device,
@@ -367,10 +382,7 @@ class GreedyStages:
         return sum(entering) + sum(leaving)
 
     def _sums(self, parts: tuple[Part, ...]) -> _Sums:
-        """Return prefix sums over the blocks, in the order in which blocks are recomputed.
-
-        Blocks are offloaded in the reverse order.
-        """
+        """Return the costs of a pipeline rank for each number of recomputed and of offloaded blocks, as prefix sums."""
         blocks = np.concatenate([np.arange(start, stop) for start, stop, _ in parts])
         in_flight_by_block = np.concatenate(
             [np.full(stop - start, in_flight, dtype=np.float64) for start, stop, in_flight in parts]
@@ -413,10 +425,11 @@ class GreedyStages:
         )
 
     def _fill(self, sums: _Sums, free_bytes: float, tier: int, streaming: float) -> _Answer | None:
-        """Return seconds per micro-batch and the recomputed and offloaded blocks that fit ``free_bytes`` of the device.
+        """Return the fastest choice within ``free_bytes`` of the device: its seconds, recomputed blocks and offloaded
+        blocks.
 
-        ``tier`` is the capacity of the offload tier. Parameter offload occupies the link to the tier for ``streaming``
-        seconds.
+        ``tier`` is the capacity of the offload tier in bytes. Parameter offload occupies the link to the tier for
+        ``streaming`` seconds. The seconds are per micro-batch.
         """
         count = len(sums.order)
         if Directive.KEEP in self._allowed and sums.base[0] + sums.plain[0] <= free_bytes:
@@ -465,7 +478,8 @@ class GreedyStages:
     def _permitted(
         self, recomputed: NDArray[np.int64], offloaded: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
-        """Return a mask of the numbers of recomputed and of offloaded blocks that the allowed directives permit."""
+        """Return, for each pair of a number of recomputed and of offloaded blocks, whether the allowed directives
+        permit it."""
         permitted = np.ones(len(offloaded), dtype=np.bool_)
         if Directive.RECOMPUTE not in self._allowed:
             permitted &= recomputed == 0

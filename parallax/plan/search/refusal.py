@@ -27,7 +27,8 @@ Fits = Callable[[Request], bool]
 def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasiblePlan:
     """Return the error for a ``request`` that no plan fits.
 
-    ``refused`` holds the reasons why its candidates do not fit. ``fits`` returns whether a changed request has a plan.
+    ``refused`` has the reasons why the candidates of the request do not fit. ``fits`` is a function that returns
+    whether a changed request has a plan.
     """
     config, devices, blocks = request.config, len(request.devices), len(request.profile.blocks)
     if not request.pipeline_rank_counts():
@@ -81,7 +82,7 @@ def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasibleP
 def _more_memory(request: Request, needed: int, fits: Fits) -> Iterator[str]:
     """Yield advice on the memory per device with which a plan fits.
 
-    It is ``needed`` bytes, or more if the full prediction needs more than the search estimated.
+    The advice is ``needed`` bytes. If the full prediction needs more than that estimate, larger sizes are tried.
     """
     least = min(device.memory_bytes for device in request.devices)
     for _ in range(MEMORY_TRIES):
@@ -104,7 +105,10 @@ def _too_small_a_tier(request: Request, fits: Fits) -> InfeasiblePlan:
 
 
 def _larger_tier(request: Request, tier: int, fits: Fits) -> Iterator[str]:
-    """Yield advice on the smallest offload tier that fits, in MiB, with the device memory that it needs in addition."""
+    """Yield advice on the smallest offload tier, in whole MiB, with which a plan fits.
+
+    If a plan also needs more device memory, the advice includes it.
+    """
     least = min(device.memory_bytes for device in request.devices)
     needed = _least_memory(request.changed(cluster=_with_capacity(request, least, UNBOUNDED)))
     if needed is None:

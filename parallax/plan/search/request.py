@@ -1,10 +1,14 @@
 """The search request: the devices in order, the micro-batch sizes and shapes to try, and a formula for a step's time.
 
-A pipeline whose ranks need t seconds per micro-batch needs about ``M · max t + ramp · (Σ t − max t)``: the slowest
-pipeline rank works all the time, the others fill and drain the pipeline (GPipe, Huang et al. 2019; the ramp of
-interleaved schedules is 1/v, Narayanan et al. 2021; the ramp of zero-bubble schedules excludes the weight gradients, Qi
-et al. 2024, table 2, as long as there are enough weight gradients to fill it). A step never needs less than all work
-divided by the cores that share it. Reduction and update follow the last micro-batch.
+With M micro-batches, and t seconds of a pipeline rank per micro-batch, a step takes about::
+
+    M · max t + ramp · (Σ t − max t)
+
+The slowest pipeline rank works all the time, and the others fill and drain the pipeline (GPipe, Huang et al. 2019). The
+``ramp`` is 1 for GPipe and 1F1B, and 1/v for interleaved schedules with v stages per pipeline rank (Narayanan et al.
+2021). For zero-bubble schedules it excludes the weight gradients, as long as there are enough of them to fill the
+bubble (Qi et al. 2024, table 2). A step never takes less than all work divided by the cores that share it. All-reduce
+and update follow the last micro-batch.
 """
 
 from __future__ import annotations
@@ -60,9 +64,10 @@ WORST: Score = (math.inf, math.inf)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The pipelines with the same schedule, micro-batch size and number of stages and pipeline ranks.
+    """The pipelines that have the same schedule, micro-batch size, number of pipeline ranks and stages per pipeline
+    rank.
 
-    ``bound`` is a lower bound on the score of all of them.
+    ``bound`` is a lower bound on the score of each of them.
     """
 
     schedule: Schedule
@@ -82,7 +87,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A complete pipeline and its score, the step's time by the formula.
+    """A complete pipeline and its score, the step's time by the formula of this module.
 
     ``order`` lists the devices by pipeline rank.
     """
@@ -100,11 +105,11 @@ class Candidate:
 class Request:
     """The input of a search, for one order of the devices.
 
-    ``profile`` holds the costs of a step of ``task`` (:func:`~parallax.plan.cost.forward.task_costs`). Evaluation and
+    ``profile`` has the costs of a step of ``task`` (:func:`~parallax.plan.cost.forward.task_costs`). Evaluation and
     inference are tried under GPipe only, because all orders of forwards are equally fast.
 
     ``gather_loss`` restricts the search to schedules under which one loss can be computed over all rows. ``idle``
-    allows replicas without rows, for ranks that have already started although no plan has rows for them.
+    permits replicas without rows. It is for ranks that have already started, if no plan has rows for all of them.
     """
 
     def __init__(
@@ -156,7 +161,7 @@ class Request:
             )
 
     def changed(self, **changes: object) -> Request:
-        """Return the same request with some arguments of :meth:`__init__` changed."""
+        """Return the same request with some arguments of its constructor changed."""
         fields = {
             "profile": self.profile,
             "cluster": self.cluster,
@@ -175,7 +180,7 @@ class Request:
     def orders(self) -> list[Request]:
         """Return one request for each order of the kinds of devices.
 
-        The order matters: the pipeline begins on the first kind.
+        The order matters, because the first stages run on the first kind.
         """
         kinds = list(dict.fromkeys(self.cluster.devices))
         ranks = [
@@ -223,7 +228,7 @@ class Request:
     def _forward_states(self) -> tuple[OffloadFractions, ...]:
         """The fractions of parameters that evaluation and inference may offload.
 
-        No device needs to step these parameters.
+        No optimizer steps these parameters, so any tier is possible.
         """
         parameters = self.config.parameters
         if parameters == "host" and not self.swap:
@@ -242,9 +247,9 @@ class Request:
         )
 
     def visits(self, shape: Shape) -> Visits:
-        """Return the visits of each block of ``shape`` (:class:`~parallax.plan.plan.Visits`).
+        """Return how often each block of ``shape`` is visited in a step.
 
-        Unless every stage has a single block, each visit computes one micro-batch.
+        If a stage may have several blocks, each visit computes one micro-batch.
         """
         alone = shape.pipeline_ranks * shape.interleave == len(self.profile.blocks)
         return visits_of(shape.schedule, self.count(shape), alone=alone, task=self.task)
@@ -285,9 +290,10 @@ class Request:
     def sizes(self, pipeline_ranks: int, schedule: Schedule | None = None) -> list[int]:
         """Return the micro-batch sizes to try, in rows.
 
-        This is the configured size or, for auto, the halvings of the batch and the sizes that divide rows evenly
-        (:mod:`parallax.plan.microbatches`) over the pipeline rank with the most or with the fewest replicas. If a
-        schedule groups micro-batches, the number of pipeline ranks must divide the number of micro-batches.
+        A configured size is the only one. For auto, the sizes are the batch and its repeated halves, and those that
+        divide rows evenly (:mod:`parallax.plan.microbatches`) over the pipeline rank with the most or with the fewest
+        replicas. If the schedule groups micro-batches, the number of pipeline ranks must divide the number of
+        micro-batches.
         """
         if self.microbatch != AUTO:
             return self.microbatches
@@ -318,8 +324,9 @@ class Request:
         ]
 
     def _groups(self, schedule: Schedule, microbatch: int) -> list[Schedule]:
-        """Return ``schedule`` with each group size to try: all
-        micro-batches, and repeated halves of that down to two.
+        """Return ``schedule`` with each group size to try: all micro-batches, and repeated halves of this number.
+
+        The smallest group has two micro-batches.
         """
         if schedule.grouping is None:
             return [schedule]
@@ -334,8 +341,9 @@ class Request:
     def _allows(self, shape: Shape) -> bool:
         """Return whether a pipeline shape is valid.
 
-        Zero-bubble schedules split the backward, so the profile must contain separate measurements. Interleaving
-        assigns micro-batches in groups of the number of pipeline ranks (Narayanan et al. 2021, section 2.2).
+        Zero-bubble schedules split the backward, so the profile must have separate measurements of the weight-gradient
+        passes. Interleaving assigns micro-batches in groups of the number of pipeline ranks, so this number must divide
+        the number of micro-batches (Narayanan et al. 2021, section 2.2).
         """
         if self.gather_loss and not shape.schedule.forwards_first(
             shape.pipeline_ranks, self.count(shape), shape.interleave
@@ -376,10 +384,12 @@ class Request:
         return shape.schedule.ramp.left(self._weight_share, shape.interleave)
 
     def score(self, shape: Shape, slowest: float, total: float, tail: float, work: float) -> Score:
-        """Return the seconds of a step by the formula.
+        """Return the seconds of a step by the formula, and the same if every rank had its own cores.
 
-        ``slowest`` and ``total`` are seconds per micro-batch of the slowest pipeline rank and of all. ``tail`` is the
-        seconds after the last micro-batch, and ``work`` the seconds of all replicas.
+        ``slowest``  seconds per micro-batch of the slowest pipeline rank
+        ``total``    sum of the seconds per micro-batch over all pipeline ranks
+        ``tail``     seconds after the last micro-batch
+        ``work``     sum of the seconds per micro-batch over all replicas of all pipeline ranks
         """
         micro_batches = self.count(shape)
         pipelined = micro_batches * slowest + self.ramp(shape) * (total - slowest)
@@ -400,10 +410,11 @@ class Request:
         tail: float,
         work: float,
     ) -> Score:
-        """Return a lower bound on the score after the last stages of a pipeline are chosen.
+        """Return a lower bound on the score of a pipeline whose last stages are chosen.
 
-        It assumes that ``pipeline_ranks`` more pipeline ranks divide the blocks before ``stop`` ideally, on the first
-        ``left`` devices.
+        The chosen stages have the ``slowest``, ``total``, ``tail`` and ``work`` of :meth:`score`. The bound assumes
+        that ``pipeline_ranks`` further pipeline ranks divide the blocks before ``stop`` ideally, on the first ``left``
+        devices.
         """
         if pipeline_ranks:
             rest, power = self.seconds(shape.microbatch, 0, stop), self._powers[left]
@@ -414,9 +425,8 @@ class Request:
         return sharing * ROUNDING, alone * ROUNDING
 
     def seconds(self, rows: int, start: int, stop: int) -> float:
-        """Return the seconds of the blocks ``start`` to ``stop`` − 1 for a
-        micro-batch of ``rows``, without recomputation.
-        """
+        """Return the seconds of the blocks ``start`` to ``stop`` − 1 for a micro-batch of ``rows``, without
+        recomputation."""
         sums = self._sums(rows)
         return sums[stop] - sums[start]
 
@@ -430,10 +440,9 @@ class Request:
         )
 
     def _find_device(self, first: int, stop: int) -> Device:
-        """Return a device with the smallest of each capacity among the devices ``first`` to ``stop`` − 1, in this
-        order.
+        """Return the device to plan a stage for that runs on devices ``first`` to ``stop`` − 1 of this order.
 
-        A stage on these devices is planned for it.
+        Its memory, offload tier and speed are the smallest of these devices.
         """
         kinds = list(dict.fromkeys(self.devices[first:stop]))
         tightest = min(kinds, key=lambda device: device.memory_bytes - device.fixed_bytes)
@@ -445,11 +454,11 @@ class Request:
         )
 
     def _find_link(self, first: int, stop: int) -> Link:
-        """Return the slowest link among the devices ``first`` to ``stop`` − 1, in this order."""
+        """Return the slowest link among the devices ``first`` to ``stop`` − 1 of this order."""
         return link_among(self.order[first:stop], self.cluster)
 
     def setting(self, shape: Shape, first: int, stop: int, in_flight: int) -> StageSetting:
-        """Return the setting (:class:`StageSetting`) of a stage on the devices ``first`` to ``stop`` − 1."""
+        """Return the conditions under which a stage runs on the devices ``first`` to ``stop`` − 1 of this order."""
         replicas = stop - first
         link = self.link(first, stop) if replicas > 1 else None
         rows = -(-shape.microbatch // replicas)
@@ -465,10 +474,10 @@ class Request:
         )
 
     def beside(self, shape: Shape) -> Beside:
-        """Return the assumed numbers of ranks of the stages before and after a stage.
+        """Return the largest numbers of ranks that the stages before and after a stage are assumed to have.
 
-        Large requests assume even replica counts. If a plan has larger neighbouring stages, its prediction counts the
-        actual bytes.
+        Large requests assume nearly even replica counts. If a plan then has more ranks in such a stage, the full
+        prediction counts their bytes.
         """
         requested, most = self.config.replicas, len(self.devices) - shape.pipeline_ranks + 1
         if requested != AUTO:
@@ -478,10 +487,10 @@ class Request:
         return most, most
 
     def pipeline_rank_counts(self) -> list[int]:
-        """Return the numbers of pipeline ranks to try, each of which needs at least one block and one device.
+        """Return the numbers of pipeline ranks to try, each of which has at least one block and one device.
 
-        Large numbers are tried only if they divide the devices, partition the blocks evenly, or are the smallest that
-        can hold the states.
+        A large number is tried only if it divides the devices, partitions the blocks evenly, or is among the smallest
+        that can hold the states.
         """
         devices, blocks = len(self.devices), len(self.profile.blocks)
         most = min(devices, blocks)
@@ -509,7 +518,7 @@ class Request:
         return replicas == AUTO or int(replicas) * pipeline_ranks == devices
 
     def replica_choices(self, shape: Shape, pipeline_rank: int, left: int) -> Sequence[int]:
-        """Return the replica counts to try for a pipeline rank if ``left`` devices are left.
+        """Return the replica counts to try for a pipeline rank if ``left`` devices are not assigned yet.
 
         At least one device is kept for each earlier pipeline rank. The first pipeline rank uses all remaining devices.
         """
@@ -525,7 +534,7 @@ class Request:
         ]
 
     def has_rows(self, shape: Shape, replicas: int) -> bool:
-        """Return whether each of ``replicas`` has a row of every micro-batch. Otherwise a replica would be idle."""
+        """Return whether each of ``replicas`` replicas has a row of every micro-batch, or may be idle."""
         return self.idle or replicas <= fewest_rows(self.global_batch, self.count(shape))
 
     @cached_property

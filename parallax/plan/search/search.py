@@ -1,9 +1,9 @@
 """Find the fastest plan.
 
 The search covers stages × replicas × micro-batch × schedule × keep/recompute/offload × tier × order of the devices.
-Small requests are solved exactly under the formula of :mod:`parallax.plan.search.request`, larger ones by the greedy
-rule of :mod:`parallax.plan.search.greedy`, with a lower bound. In both cases the best candidates are predicted in full,
-by the event simulator if possible, and the prediction decides time and memory.
+Small requests are solved exactly under the formula of :mod:`parallax.plan.search.request`. Larger requests are solved
+by the greedy rule of :mod:`parallax.plan.search.greedy`, with a lower bound. In both cases the best candidates are
+predicted in full, by the event simulator if possible, and this prediction decides.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ AS_FAST = 1.01  # factor of the shortest step up to which fewer devices are pref
 class SearchResult:
     """The pipelines found over all orders of the devices.
 
-    ``timed``          simulated pipelines, including the candidates with the best scores
-    ``candidates``     pipelines with their scores by the formula
+    ``timed``          pipelines with quick predictions; those of the ``candidates`` are included
+    ``candidates``     the pipelines with the best scores by the formula, best first
     ``compared``       number of evaluated pipelines
     ``exact``          whether no other pipeline has a better score by the formula
     ``bound_seconds``  a lower bound on the seconds of a step
@@ -82,12 +82,17 @@ def search(
 ) -> tuple[Plan, Forecast]:
     """Return the fastest plan of ``task`` for ``cluster``, and the forecast of its step.
 
-    ``profile`` is of training. Every replica gets rows. With ``spare``, the plan may use only the first devices if that
-    makes the step shorter; on large clusters only a few device counts are tried. ``microbatch`` is in rows; auto tries
-    the halvings of the batch and the sizes that divide the batch evenly over the replicas. ``gather_loss`` restricts
-    the search to plans that compute one loss over all rows of the batch. ``progress`` receives status messages.
+    ``profile``      costs of the model in training, also for other tasks
+    ``microbatch``   rows of a micro-batch; auto tries the batch, its repeated halves, and the sizes that divide the
+                     batch evenly over the replicas
+    ``swap``         whether the plan may offload
+    ``gather_loss``  whether the plan must compute one loss over all rows of the batch
+    ``spare``        whether the plan may use only the first devices if that makes the step shorter; on large clusters
+                     only a few device counts are tried
+    ``progress``     function that receives status messages
 
-    Raises :class:`InfeasiblePlan`, with the smallest change found that fits, if no plan fits.
+    Every replica gets rows. If no plan fits, :class:`InfeasiblePlan` is raised, with the smallest change found that
+    fits.
     """
     whole = Request(
         task_costs(profile, task),
@@ -123,7 +128,8 @@ def search(
 def _device_counts(config: PlanConfig, devices: int) -> list[int]:
     """Return the device counts to try, largest first: every count that stages and replicas allow.
 
-    If there are many, the counts that equally replicated stages use completely follow right after the largest.
+    If there are many, the order is different: after the largest count come those that a plan with equal replica counts
+    uses completely.
     """
     if config.ranks is not None:
         return [devices]
@@ -137,14 +143,18 @@ def _device_counts(config: PlanConfig, devices: int) -> list[int]:
 
 
 def has_rows_for_all(request: Request) -> bool:
-    """Return whether some pipeline has rows for every device."""
+    """Return whether some pipeline gives rows to every device."""
     quick = GreedySearch(request)
     return any(quick.has_replicas(shape) for shape in request.shapes())
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """The result of a search for one number of devices: pipelines with their forecasts, best first."""
+    """The result of a search for one number of devices.
+
+    ``predicted`` has the best pipelines with their forecasts, best first. ``reasons`` maps the description of each
+    pipeline that does not fit to the reason.
+    """
 
     request: Request
     found: SearchResult
@@ -155,7 +165,7 @@ class _Answer:
     def of(cls, request: Request, progress: Progress) -> _Answer:
         """Return the best pipelines of a request.
 
-        In evaluation and inference, weights stay on the device if that is about as fast as fetching them.
+        In evaluation and inference, weights stay on the device if this is about as fast as fetching them.
         """
         found = cls._searched(request, progress)
         free = not request.task.trains and request.config.parameters == AUTO
@@ -193,7 +203,7 @@ class _Answer:
         return self.predicted[0][1].step_seconds
 
     def plan(self) -> tuple[Plan, Forecast]:
-        """Return the best pipeline as a plan."""
+        """Return the best pipeline as a plan, and its forecast."""
         request, best = self.request, self.predicted[0]
         pipeline, forecast = _with_inputs_ahead(request.profile, request.cluster, best[0])
         refused = [
@@ -209,10 +219,9 @@ def _fetches(pipeline: Pipeline) -> bool:
 
 
 def _reads_weights_often(request: Request, pipeline: Pipeline) -> bool:
-    """Return whether ``pipeline`` reads offloaded weights once per micro-batch although another schedule could avoid
-    it.
+    """Return whether ``pipeline`` reads offloaded weights once per micro-batch although another schedule may avoid it.
 
-    The configuration must allow a schedule that reads them once for several micro-batches.
+    This needs a configuration that leaves the choice of a schedule to the planner.
     """
     config = request.config
     free = config.schedule == config.interleave == AUTO and config.activations != Directive.OFFLOAD
@@ -231,7 +240,7 @@ def find_candidates(
 ) -> SearchResult:
     """Return the pipelines that may be the best, over all orders of the devices.
 
-    For small requests they include the ``most`` best by the formula, which are found exactly.
+    For small requests, the result includes the ``most`` pipelines with the best scores by the formula, found exactly.
     """
     timed: list[Timed] = []
     best: list[Candidate] = []
@@ -284,8 +293,8 @@ def _predict(
 ) -> list[tuple[Pipeline, Forecast]]:
     """Return the forecasts of the pipelines that may be the best, best first.
 
-    The simulator finds waits that the longest path does not include. So every pipeline that seems faster than the best
-    forecast is predicted, and at least :data:`PREDICTED` pipelines.
+    The full prediction finds waits that the quick one does not include. So every pipeline that seems faster than the
+    best forecast is predicted, and at least :data:`PREDICTED` pipelines.
     """
     best = forecasts.least()
     for other in sorted(timed, key=lambda other: other.least):
@@ -300,9 +309,9 @@ def _predict(
 def _with_inputs_ahead(
     profile: ModelProfile, cluster: Cluster, pipeline: Pipeline
 ) -> tuple[Pipeline, Forecast]:
-    """Return ``pipeline`` with a forecast that includes all spans, which the search discards.
+    """Return ``pipeline`` with a forecast that has the time span of every action, which the search discards.
 
-    On accelerators, the pipeline also copies the inputs of the next micro-batch ahead, if they fit the memory.
+    On accelerators, the returned pipeline also copies the inputs of the next micro-batch ahead, if they fit the memory.
     """
     ahead = replace(pipeline.stages[0], inputs_ahead=True)
     accelerated = all(device.kind not in CPUS for device in cluster.devices)
@@ -371,7 +380,7 @@ def describe(pipeline: Pipeline) -> str:
 def _runners_up(
     chosen: tuple[Pipeline, Forecast], others: Sequence[tuple[Pipeline, Forecast]]
 ) -> list[Alternative]:
-    """Return the alternatives to the chosen plan with reasons: by how much each is slower, and which term grew most.
+    """Return the alternatives to the chosen plan with reasons: how much slower each is, and which term grew most.
 
     Terms are averaged over all pipeline ranks. Alternatives with equal descriptions are listed once.
     """

@@ -1,14 +1,14 @@
 """Correct a profile with the measurements of a run that was planned with it.
 
-The planner's spans and the executor's have one format, so a stage's prediction can be compared with its measurement:
-the ratio of the busy seconds. Each block's forward and backward are scaled by the ratio of the stage that held it. How
-the error is distributed within a stage remains unknown, but the stage as a whole becomes exact. Contention does not
-distort the ratio: ranks that share cores slow each other down in both predicted and measured spans. But new seconds
-change the overlap of the ranks. So, given the cluster, the corrected profile predicts the same plan again and is
-corrected by the remaining error; this repeats.
+The planner's spans and the executor's spans have the same format. So a stage's measured compute seconds can be divided
+by its predicted compute seconds. The forward and backward of each block are scaled by this ratio of the block's stage.
+The distribution of the error within a stage remains unknown, but the stage as a whole becomes exact. Contention does
+not distort the ratio, because ranks that share cores slow each other down in predicted and in measured spans. But
+corrected seconds change which ranks compute at the same time. So, if the cluster is known, the corrected profile
+predicts the same plan again and is corrected by the remaining error, several times.
 
-A ratio needs measured time. Seconds that are a negligible part of a step, and actions so short that most of their time
-is dispatch, give no ratio; the error of the whole step covers them.
+Some actions give no ratio: those whose seconds are a negligible part of a step, and those so short that most of their
+time is dispatch. Their errors are part of the error of the whole step, which is corrected at the end.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def calibrate(
 ) -> ModelProfile:
     """Return ``profile``, corrected until its prediction for ``plan`` agrees with the ``measured`` spans.
 
-    ``predicted`` are the spans that ``profile`` predicts. Both hold every rank's spans of one or more steps under
-    ``plan``. Without ``cluster`` the ratios are applied once. Raises :class:`PlanError` if the spans or the profile
-    belong to another plan.
+    ``predicted`` are the spans that ``profile`` predicts. Both sequences have the spans of every rank for one or more
+    steps under ``plan``. Without ``cluster`` the ratios are applied once. Raises :class:`PlanError` if the spans or the
+    profile belong to another plan.
     """
     before, after = list(predicted), list(measured)
     _check(profile, plan, before, after)
@@ -70,7 +70,7 @@ def calibrate(
 
 
 def step_seconds(spans: Sequence[Span]) -> float:
-    """Return the seconds of a step from the first start to the last end: the median over the steps."""
+    """Return the seconds of a step from its first start to its last end, as the median over the steps."""
     steps: defaultdict[int, list[Span]] = defaultdict(list)
     for span in spans:
         steps[span.step].append(span)
@@ -80,10 +80,10 @@ def step_seconds(spans: Sequence[Span]) -> float:
 
 
 def seconds_by_term(spans: Iterable[Span]) -> dict[int, dict[str, float]]:
-    """Return the seconds of one step by rank and term.
+    """Return, for each rank, the seconds of one step by term.
 
     The terms are forward, backward (including recomputed forwards), stall (waiting for swapped data), read (waiting for
-    rows), receive (waiting for neighbours), reduce, update, and idle (the rest).
+    rows), receive (waiting for messages of other stages), reduce, update, and idle (the rest).
     """
     found: dict[int, dict[str, float]] = {}
     listed = list(spans)
@@ -141,9 +141,9 @@ def _corrected(
 
 
 def _stretched(profile: ModelProfile, cluster: Cluster, plan: Plan, goal: float) -> ModelProfile:
-    """Return the profile scaled so that the predicted step takes ``goal`` seconds, the measured time.
+    """Return the profile, scaled until the predicted step takes ``goal`` seconds, the measured time.
 
-    Time outside blocks (messages, dispatch) is distributed over the blocks.
+    So measured time outside blocks, such as messages and dispatch, is distributed over the blocks.
     """
     best, smallest = profile, float("inf")
     for _ in range(ROUNDS):
@@ -179,11 +179,11 @@ def scaled(line: Affine, ratio: float) -> Affine:
 
 
 def _busy(spans: Sequence[Span], plan: Plan) -> Busy:
-    """Return the compute seconds per step by (stage, kind of action): the median over the steps, without waits for
-    swapping.
+    """Return the compute seconds of a step for each (stage, kind of action), as the median over the steps.
 
-    Reading rows counts as computing, so that the corrected profile predicts the step of the run. The last of several
-    backwards of a replicated stage is excluded, because it also waits for the gradients of the replicas.
+    Waits for swapping are excluded. Reading rows counts as computing, so that the corrected profile predicts the step
+    of the run. If a replicated stage has several backwards in a step, the last one is excluded, because it also waits
+    for the gradients of the replicas.
     """
     lists: defaultdict[tuple[int, int, int, str], list[Span]] = defaultdict(list)
     for span in spans:
@@ -216,10 +216,11 @@ def _evident(spans: Sequence[Span], plan: Plan) -> Busy:
 def evident_factors(
     factors: Mapping[int, float], predicted: Sequence[Span], measured: Sequence[Span]
 ) -> dict[int, float]:
-    """Return the slow-down factors of slow ranks, none larger than the slow-down that the measured spans show.
+    """Return the slow-down factors of slow ranks, limited by the slow-down that the measured spans show.
 
-    This slow-down is the ratio of the rank's measured and predicted compute seconds, relative to the ranks without a
-    factor. Ranks whose spans show no slow-down are omitted.
+    The slow-down in the spans is the ratio of the rank's measured to its predicted compute seconds, divided by the same
+    ratio of the ranks without a factor. A result is at most ``UNCERTAIN`` times this slow-down. Ranks whose spans show
+    no slow-down are omitted.
     """
     was, now = busy_by_rank(predicted), busy_by_rank(measured)
     others = [rank for rank in now if rank not in factors and was.get(rank, 0.0) > 0]
@@ -237,7 +238,8 @@ def evident_factors(
 def _update(spans: Iterable[Span]) -> Busy:
     """Return the seconds of an update without waits, as the median over the steps.
 
-    In each step the shortest update counts: that of the last rank to reach it, which does not wait for others.
+    In each step the shortest update of any rank counts. It belongs to the rank that begins its update last and so does
+    not wait for others.
     """
     steps: defaultdict[int, list[float]] = defaultdict(list)
     for span in spans:

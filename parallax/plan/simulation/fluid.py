@@ -1,7 +1,7 @@
 """A small event simulator: coroutines that wait for signals, and work that shares resources fairly.
 
-A resource of capacity c runs c pieces of work at full speed; n > c of them run at speed c/n each. Time jumps from one
-end of work to the next. Coroutines yield the :class:`Signal` that they wait for.
+A resource of capacity c runs up to c pieces of work at full speed. If n > c pieces run, each runs at speed c/n. Time
+jumps from one end of work to the next. Coroutines yield the :class:`Signal` that they wait for.
 
 All work of a resource advances at one speed. So a resource needs only one clock, which runs at that speed: a piece of
 work ends when the clock has advanced by the work's seconds, however often the speed changed (virtual time; Zhang 1990,
@@ -51,10 +51,11 @@ class Transfer(Signal):
 
 @dataclass(eq=False, slots=True)
 class Resource:
-    """A capacity that concurrent work shares. ``speeds[k − 1]``, if measured, is the speed of each of k users.
+    """A capacity that concurrent work shares.
 
-    ``clock`` is the resource's clock at second ``read_at``; since then it runs at ``speed``. ``announced`` counts the
-    scheduled ends of work. Only the last one is valid, and it assumes ``announced_speed``.
+    ``speeds[k − 1]`` is the speed of each of k pieces of work, if it was measured. ``clock`` is the value of the
+    resource's clock at second ``read_at``; since then the clock runs at ``speed``. ``announced`` counts the ends of
+    work that were scheduled. Only the last of them is valid, and it assumes ``announced_speed``.
     """
 
     capacity: float
@@ -68,9 +69,9 @@ class Resource:
     ends: list[tuple[float, int, Transfer]] = field(default_factory=list)
 
     def advance(self, now: float, change: int) -> None:
-        """Advance the clock to second ``now``, then change the number of users by ``change``.
+        """Advance the clock to second ``now``, then change the number of running pieces of work by ``change``.
 
-        With more users than were measured, the total speed stays that of the largest measured number.
+        With more pieces of work than were measured, the total speed is that of the largest measured number.
         """
         self.clock += (now - self.read_at) * self.speed
         self.read_at = now

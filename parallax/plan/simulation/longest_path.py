@@ -2,10 +2,11 @@
 
 The simulator models contention and swapping but executes action by action, which is too slow for a search over
 thousands of pipelines. Here every action waits for only two others: the preceding action on its pipeline rank, and the
-sender of its message. So its end is one maximum and one sum. Actions are evaluated wave by wave: a wave holds the next
-action of every pipeline rank that can run it, and no action of a wave waits for another action of the same wave. The
-waves depend only on the schedule and the numbers of stages and micro-batches, so they are cached, and timing another
-pipeline costs a few array operations per wave. The action lists are those of :mod:`parallax.plan.schedule`.
+action that sends its message. So the end of an action is computed with one maximum and one sum. Actions are evaluated
+wave by wave. A wave has the next action of every pipeline rank that can run it, and no action of a wave waits for
+another action of the same wave. The waves depend only on the schedule and the numbers of stages and micro-batches. They
+are cached, so timing another pipeline costs a few array operations per wave. The action lists are those of
+:mod:`parallax.plan.schedule`.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ _KEPT_ACTIONS = 1 << 16
 class StageTimes:
     """Seconds of one stage for one micro-batch.
 
-    ``backward`` is the input-gradient pass (B) and ``weight`` the weight-gradient pass (W); schedules that do not split
-    the backward run both at once. ``send`` and ``blocking`` are seconds of a message to the next stage, and of the
-    message with the gradients back. During ``send`` both ranks can compute, during ``blocking`` neither can.
+    ``forward``   the forward
+    ``backward``  the input-gradient pass (B)
+    ``weight``    the weight-gradient pass (W). A schedule that does not split the backward runs B and W at once.
+    ``send``      a message to or from the next stage during which both ranks can compute
+    ``blocking``  a message to or from the next stage during which neither rank can compute
     """
 
     forward: float
@@ -48,10 +51,10 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
-    """The timeline of one step, which begins at second 0. Arrays have one entry per pipeline rank.
+    """The timeline of one step, which begins at second 0. Each array has one entry per pipeline rank.
 
     ``begin`` is the start of the first action and ``end`` the end of the last one. ``busy`` is the compute seconds
-    between them.
+    between ``begin`` and ``end``.
     """
 
     begin: Seconds
@@ -73,20 +76,24 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Return the idle fraction of pipeline ranks × seconds (GPipe, Huang et al. 2019, section 2)."""
+        """Return the fraction of the step in which pipeline ranks are idle, as the mean over pipeline ranks.
+
+        Source: GPipe, Huang et al. 2019, section 2.
+        """
         total = len(self.busy) * self.step_seconds
         return max(0.0, 1.0 - float(self.busy.sum()) / total) if total > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waves:
-    """The actions of all pipeline ranks, ordered by wave. ``starts[w]`` is the index of the first action of wave w.
+    """The actions of all pipeline ranks, ordered by wave.
 
-    ``pipeline_rank``  of each action
+    ``starts``         for each wave, the index of its first action
+    ``pipeline_rank``  the pipeline rank of each action
     ``cell``           kind · stages + stage of each action: the index of its seconds in a table
     ``awaited``        the other action that each action waits for; one past the last action if there is none
     ``links``          the sending and the receiving stages
-    ``sent``           by link, 1 if messages pass along it, and 0 if both ends are on one pipeline rank
+    ``sent``           for each link, 1 if messages are sent along it, and 0 if both stages are on one pipeline rank
     """
 
     pipeline_ranks: int
@@ -109,11 +116,13 @@ def time_schedule(
 ) -> Timeline:
     """Return the timeline of a step of ``micro_batches`` under ``schedule``, exact for the given seconds.
 
-    ``times``: the seconds of each stage. ``edges``: the edges between stages. ``interleave``: stages per pipeline rank.
-    ``backwards``: False if only forwards run.
+    ``times``       the seconds of each stage
+    ``edges``       the edges between stages
+    ``interleave``  number of stages per pipeline rank
+    ``backwards``   False if only forwards run
 
     Raises :class:`PlanError` if the number of stages is not a multiple of ``interleave``, and :class:`DeadlockError` if
-    the schedule's lists wait for each other.
+    pipeline ranks would wait for each other.
     """
     stages = len(times)
     if not stages or interleave < 1 or stages % interleave:
@@ -156,8 +165,8 @@ def _tables(
 ) -> tuple[Seconds, Seconds, Seconds]:
     """Return three tables of seconds by kind and stage.
 
-    They are: compute; compute plus the messages that block the rank; and the latency of the message that an action
-    waits for.
+    The first has the compute of an action, and the second adds the messages that block its rank. The third has the
+    latency of the message that the action waits for.
     """
     forward, backward, weight, send, blocking = np.array(
         [(t.forward, t.backward, t.weight, t.send, t.blocking) for t in times], dtype=np.float64
@@ -268,10 +277,15 @@ def _listed(
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
     """Return three arrays over all actions, pipeline rank by pipeline rank: cells, ids, and ids of dependencies.
 
-    The cell of an action is kind · stages + stage. Its id is cell · micro-batches + micro-batch. A forward depends on
-    the forward of the stage before. A backward depends on the backward of the stage after or, on the last stage, on the
-    forward of the same micro-batch. A weight-gradient pass depends on the backward of the same micro-batch. An id in a
-    cell beyond all kinds and stages means no dependency.
+    The cell of an action is kind · stages + stage, and its id is cell · micro-batches + micro-batch. Each action has
+    one dependency:
+
+    * A forward depends on the forward of the stage before.
+    * A backward depends on the backward of the stage after or, on the last stage, on the forward of the same
+      micro-batch.
+    * A weight-gradient pass depends on the backward of the same micro-batch.
+
+    The first stage's forwards have none, which is an id in the cell after all others.
     """
     nothing = len(COMPUTE) * stages
     forward, backward, weight = (

@@ -1,9 +1,9 @@
 """The resources that simulated ranks share: cores, offload tiers, links, and barriers.
 
-A message to another node occupies the sender's outgoing and the receiver's incoming link, both shared fairly with their
-other traffic, and arrives when the slower of the two is done. Inside a node each ordered pair of devices has its own
-link, unless messages between devices use the same wires as swapping. While a rank's transfers run, its device may
-compute more slowly (``Device.overlap_loss``).
+A message to another node occupies two links: the sender's outgoing link and the receiver's incoming link. Each is
+shared fairly with its other traffic, and the message arrives when the slower of the two is done. Inside a node each
+ordered pair of devices has its own link, unless messages between devices use the same wires as swapping. While a rank's
+transfers run, its device may compute more slowly (``Device.overlap_loss``).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Network:
     def deliver(self, arrived: Signal, sender: int, receiver: int, count: float) -> None:
         """Send a message of ``count`` bytes, and set ``arrived`` when it has arrived.
 
-        Running messages share the bandwidth; the latency is not shared.
+        Messages that run at the same time share the bandwidth. Each has the full latency.
         """
         link = self._cluster.link(sender, receiver)
         cores = self.cores[sender], self.cores[receiver]
@@ -143,9 +143,8 @@ class Network:
         yield from self._together(ranks, seconds * inside, seconds * (not inside))
 
     def _together(self, ranks: Sequence[int], inside: float, across: float) -> Routine:
-        """Occupy the links inside the nodes for ``inside`` seconds, then
-        the links between nodes for ``across`` seconds.
-        """
+        """Occupy the links inside the nodes for ``inside`` seconds, then the links between nodes for ``across``
+        seconds."""
         nodes = self._cluster.node_of
         ring = [(a, b) for a, b in zip(ranks, [*ranks[1:], *ranks[:1]]) if nodes[a] == nodes[b]]
         yield from self._occupy(

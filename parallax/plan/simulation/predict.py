@@ -1,8 +1,8 @@
 """Predict the seconds and bytes of every rank of a pipeline, by term.
 
-The event simulator predicts small pipelines: shared cores and links, swapping, every action. For large pipelines, such
-as a thousand ranks with a thousand micro-batches, the longest path through the same action lists is computed instead.
-The cost of swapping and reducing is then an upper bound instead of simulated.
+Small pipelines are predicted by the event simulator, which simulates every action, swapping, and shared cores and
+links. For large pipelines, such as a thousand ranks with a thousand micro-batches, the longest path through the same
+action lists is computed instead. The cost of swapping and of all-reduces is then an upper bound.
 """
 
 from __future__ import annotations
@@ -53,18 +53,19 @@ class Forecast:
 
 
 def predict(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:
-    """Return the predicted time and memory of a step of the pipeline's task, given a ``profile`` of training.
+    """Return the predicted time and memory of a step of the pipeline's task.
 
-    Raises the errors of :func:`predict_costs`.
+    ``profile`` has the costs of training, from which those of the task are derived. Raises the errors of
+    :func:`predict_costs`.
     """
     return predict_costs(task_costs(profile, pipeline.task), cluster, pipeline)
 
 
 def predict_costs(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:
-    """Return the predicted time and memory of a step of ``pipeline``, given the costs of its task as ``profile``.
+    """Return the predicted time and memory of a step of ``pipeline``.
 
-    Raises :class:`InfeasiblePlan` if a rank would exceed its device, and ``BudgetExceeded`` if a swap limit cannot hold
-    one block.
+    ``profile`` has the costs of the pipeline's task. Raises :class:`InfeasiblePlan` if a rank would exceed its device,
+    and ``BudgetExceeded`` if a swap limit cannot hold one block.
     """
     few = block_passes(pipeline) <= SIMULATED_BLOCKS
     found = (_simulated if few else _timed)(profile, cluster, pipeline)
@@ -188,8 +189,8 @@ def _finish(
 ) -> tuple[Timeline, float, list[float], list[float]]:
     """Return the timeline, the second at which the step ends, and each pipeline rank's seconds of reduction and update.
 
-    Every backward, or every forward if there are none, includes the ``stalls`` of its stage. ``hidden``: no forward
-    waits for the host optimizer.
+    The ``stalls`` of a stage are added to each of its backwards or, if there are none, to each of its forwards. With
+    ``hidden``, forwards do not wait for transfers of offloaded optimizer states.
     """
     pipeline_ranks = range(pipeline.pipeline_ranks)
     times = [
@@ -259,15 +260,15 @@ def _timed(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forec
 
 
 def _at(pipeline: Pipeline, pipeline_rank: int, loads: Sequence[StageLoad]) -> dict[int, StageLoad]:
-    """Return {stage: cost} for the stages of a pipeline rank."""
+    """Return a dict from each stage of a pipeline rank to the stage's cost."""
     return {stage: loads[stage] for stage in pipeline.stages_of(pipeline_rank)}
 
 
 def _timeline(pipeline: Pipeline, times: Sequence[StageTimes]) -> Timeline:
     """Return the timeline of the whole step.
 
-    In a full pipeline, each round of as many micro-batches as there are stages takes equally long, so only some rounds
-    of a long step are computed.
+    A round is as many micro-batches as there are stages. In a full pipeline each round takes equally long, so only some
+    rounds of a long step are computed.
     """
 
     def timed(micro_batches: int) -> Timeline:
@@ -348,8 +349,8 @@ def _link(cluster: Cluster, pipeline: Pipeline, edge: Edge) -> Link:
 def _stall(cluster: Cluster, pipeline: Pipeline, loads: Mapping[int, StageLoad]) -> float:
     """Return the seconds per micro-batch that the stages of one pipeline rank wait for the offload tier.
 
-    This is the excess of copy time over compute time or, if the swap limit is too small to prefetch, the time of reads
-    in a backward. ``loads`` has the cost of each stage.
+    This is the time by which copies take longer than compute. If the swap limit is too small to prefetch, it is at
+    least the time of the reads in a backward. ``loads`` has the cost of each stage.
     """
     pipeline_rank = pipeline.pipeline_rank(next(iter(loads)))
     device = cluster.while_all_swap(cluster.devices[pipeline.ranks(pipeline_rank)[0]])
@@ -389,7 +390,7 @@ def _update_seconds(
 ) -> float:
     """Return the seconds of the optimizer's step, including the broadcast of new parameters if states are sharded.
 
-    ``hidden``: without the time that the next forward waits for the host optimizer.
+    With ``hidden``, the time that the next forward waits for transfers of offloaded states is left out.
     """
     ranks = pipeline.ranks(pipeline_rank)
     link = link_among(ranks, cluster)
@@ -411,9 +412,7 @@ def _gathering_seconds(cluster: Cluster, pipeline: Pipeline, last: StageLoad) ->
 
 
 def _tie_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> dict[int, float]:
-    """Return, for each pipeline rank, the seconds of reducing the gradients
-    of parameters that several pipeline ranks hold.
-    """
+    """Return, for each pipeline rank, the seconds of reducing the gradients of parameters that several of them hold."""
     found: dict[int, float] = {}
     for size, users in profile.ties:
         holders = sorted(

@@ -26,11 +26,16 @@ from parallax.plan.simulation.swapping import PIECES, SimulatedSwap
 
 @dataclass(frozen=True, kw_only=True)
 class RankTrace:
-    """The simulated step of one rank: peaks in bytes, bytes offloaded, seconds stalled by swapping.
+    """The statistics of one rank in a simulated step.
 
-    ``memory`` is the device bytes at the peak by term (:meth:`parallax.plan.cost.stage.StageLoad.memory`). ``seconds``
-    is the step by term: forward, backward, recompute, stall, reduce (waiting for it), update, and idle (the rest).
-    ``returns_freed``: see :class:`~parallax.plan.plan.RankPrediction`.
+    ``peak_bytes``       peak of the device memory
+    ``tier_peak_bytes``  peak of the offload tier
+    ``offloaded_bytes``  bytes written to the offload tier
+    ``stall_seconds``    seconds that the rank waited for swapped data
+    ``memory``           device bytes at the peak by term (:meth:`parallax.plan.cost.stage.StageLoad.memory`)
+    ``seconds``          seconds of the step by term: forward, backward, recompute, stall, reduce (only waits), update,
+                         idle
+    ``returns_freed``    see :class:`~parallax.plan.plan.RankPrediction`
     """
 
     peak_bytes: int
@@ -189,7 +194,7 @@ class Rank:
             )
 
     def _add_seconds(self, action: Action, seconds: float, waited: float) -> None:
-        """Add the seconds of an action to the terms of the step. During ``waited`` of these seconds the rank waited."""
+        """Add the seconds of an action to the terms of the step. The rank waited for ``waited`` of these seconds."""
         terms = self._seconds
         match action.kind:
             case Kind.FORWARD:
@@ -243,7 +248,7 @@ class Rank:
     def _gathered_loss(self, action: Action) -> Generator[Signal, None, float]:
         """Compute the loss over all rows, if there is one, after the last forward of the last stage.
 
-        Return the seconds of waiting for the outputs of other replicas.
+        Return the seconds that the rank waited for the outputs of other replicas.
         """
         load = self._passes_of(action).load
         if not load.gathered_bytes:
@@ -279,8 +284,8 @@ class Rank:
     def _sharing(self, stage: int, rows: int) -> list[tuple[int, float]]:
         """Return (rank, fraction) for each rank of ``stage`` that exchanges rows of a micro-batch with this rank.
 
-        ``stage`` is at the other end of an edge. The micro-batch has ``rows`` rows. ``fraction`` is the part of this
-        rank's rows that both ranks have in common.
+        ``stage`` is at the other end of an edge. The micro-batch has ``rows`` rows. ``fraction`` is the fraction of
+        this rank's rows that the other rank also has.
         """
         ranks = self._pipeline.ranks(stage)
         replicas = self._pipeline.stages[self._pipeline_rank].replicas
@@ -352,9 +357,10 @@ class Rank:
                 yield network.meet(f"tie {index} {action.step}", len(ranks), reduction)
 
     def _update_ahead(self) -> Routine:
-        """Transfer offloaded states stage by stage while the forward runs, as the host optimizer does.
+        """Transfer offloaded states stage by stage while the forward runs.
 
-        These transfers belong to the previous step's update. Since steps repeat, they represent those of this step.
+        These transfers belong to the update of the previous step. Only one step is simulated, so they stand for the
+        transfers that the simulated step would cause in the next one.
         """
         simulator, tier = self._world.network.simulator, self._world.network.tier(self.rank)
         for stage, updated in self._updated.items():

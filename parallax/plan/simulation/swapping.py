@@ -1,6 +1,6 @@
 """The simulated swap manager of one rank.
 
-Saved tensors are offloaded immediately, a forward waits while the swap limit is reached, and a fetch cancels unfinished
+Saved tensors are offloaded immediately. A forward waits while the swap limit is reached. A fetch cancels unfinished
 writes and prefetches up to the limit. The rules are those of ``swap/activations/manager.py``, with numbers of bytes in
 place of tensors, and work on the simulated tier in place of copies.
 """
@@ -33,10 +33,10 @@ class Held:
 
 
 class SimulatedSwap:
-    """The offloaded activations of one rank.
+    """The offloaded activations of one simulated rank.
 
-    ``stalled``: seconds that the rank's compute waited. ``written``: bytes written to the tier. ``peak``: the largest
-    number of bytes in the tier.
+    ``stalled`` is the seconds that the rank's compute waited, ``written`` the bytes written to the tier, and ``peak``
+    the largest number of bytes in the tier.
     """
 
     def __init__(
@@ -101,9 +101,8 @@ class SimulatedSwap:
         self._brought = held
 
     def release(self, share: float) -> None:
-        """Free a fraction ``share`` of the activations of the block
-        fetched last, and prefetch into the freed memory.
-        """
+        """Free a fraction ``share`` of the activations of the block fetched last, and prefetch into the freed
+        memory."""
         held = self._brought
         self._resident -= held.size * share
         if held.state != "spared":
@@ -111,8 +110,10 @@ class SimulatedSwap:
         self._pump()
 
     def stream(self, read: float, written: float) -> Signal:
-        """Start to read ``read`` bytes of parameters and write ``written``
-        bytes of gradients while the rank computes.
+        """Start to read ``read`` bytes of parameters and to write ``written`` bytes of gradients while the rank
+        computes.
+
+        Return the signal of the end.
         """
         seconds = self._device.read.seconds(read) + self._device.write.seconds(written)
         if not seconds:
@@ -128,9 +129,9 @@ class SimulatedSwap:
         self._simulator.set(ended)
 
     def streamed(self, streaming: Signal, adding: float = 0.0) -> Routine:
-        """Wait until the parameter transfers ``streaming`` end, because compute cannot end earlier.
+        """Wait until the signal ``streaming``, the end of a pass's parameter transfers. Compute cannot end earlier.
 
-        Then wait for ``adding`` seconds, the time in which a backward adds its gradients to stored ones.
+        Then wait for ``adding`` seconds, in which a backward adds its gradients to stored ones.
         """
         start = self._simulator.now
         yield streaming
