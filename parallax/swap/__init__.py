@@ -1,7 +1,7 @@
 """Offload activations, optimizer states and parameters from the device to host memory or disk.
 
-``parallax.swap`` is this package and can also be called: it then is :func:`parallax.swap.lms.scope.swap`, which brings
-offloading (Large Model Support) into any training loop.
+``parallax.swap`` is this package, and it can also be called. The call is :func:`parallax.swap.lms.scope.swap`, which
+brings offloading (Large Model Support) into any training loop.
 """
 
 from __future__ import annotations

@@ -19,12 +19,14 @@ from parallax.swap.verify import Delays
 class SwapConfig:
     """Offload tier of activations.
 
-    ``tier``: host (pinned memory; CUDA devices only), disk, none (the planner may not offload), a custom one
-    (:func:`parallax.register_tier`), or auto: host under CUDA, disk on a CPU. ``directory``: folder for disk
-    tiers, used by nothing else; auto: inside the run directory. ``threads``: threads per rank that write files,
-    and as many that read. ``minimum_bytes``: smaller tensors are never offloaded; auto: 64 KiB on a CPU, 1 MiB on
-    an accelerator, whose copies take less time than the Python code around them. ``verify``: compare checksums of
-    all bytes and delay transfers at random, to find a missing wait or bad memory; slow.
+    ``tier``: host (pinned memory; CUDA devices only), disk, none (the planner may not offload), a custom tier
+        (:func:`parallax.register_tier`), or auto (host under CUDA, disk on a CPU).
+    ``directory``: folder for swap files, used by nothing else (auto: inside the run directory).
+    ``threads``: threads per rank that write files. As many further threads read files.
+    ``minimum_bytes``: bytes of the smallest tensor that is offloaded (auto: 64 KiB on a CPU, 1 MiB on an accelerator,
+        whose copies take less time than the Python code around them).
+    ``verify``: compare checksums of all transferred bytes and delay transfers at random, to find a missing wait or bad
+        memory. This is slow.
     """
 
     tier: str = AUTO
@@ -56,15 +58,17 @@ class SwapConfig:
         return usual_smallest(kind) if self.minimum_bytes == AUTO else int(self.minimum_bytes)
 
     def delay(self) -> Callable[[], float]:
-        """Return a function that returns seconds by which a transfer is delayed: random ones with ``verify``, otherwise
-        0.
+        """Return a function that returns the seconds by which to delay a transfer: random with ``verify``, otherwise 0.
 
-        It is an argument of :func:`~parallax.machine.device.copies_for` and :meth:`open_store`.
+        The function is an argument of :func:`~parallax.machine.device.copies_for` and :meth:`open_store`.
         """
         return Delays() if self.verify else no_delay
 
     def open_store(self, tier: str, capacity: int, copies: CopyEngine, directory: Path) -> Store:
-        """Open the store of one rank in ``tier``. ``directory`` is used if the setting ``swap.directory`` is auto."""
+        """Open the store of one rank in ``tier``. ``directory`` is used if the setting ``swap.directory`` is auto.
+
+        ``capacity`` is in bytes. ``copies`` is the copy engine of the device.
+        """
         return open_store(
             StoreRequest(
                 tier=tier_named(tier),
@@ -88,7 +92,7 @@ def usual_smallest(kind: str) -> int:
 
 
 def _whole(key: str, value: int | str) -> int | None:
-    """Return a setting as a number, or None for auto."""
+    """Return the value of the setting ``key`` as a number, or None for auto."""
     if value == "auto":
         return None
     if isinstance(value, bool) or not isinstance(value, int):

@@ -1,8 +1,8 @@
 """Measure how much offloading slows down a block: its activations are offloaded and read back, as in a run.
 
-The profile stores the extra seconds of the block's computation, without waits for transfers. Hooks and the swap
-manager's bookkeeping cost time per tensor. Threads that copy share memory, caches and the interpreter lock with the
-computing thread.
+The profile stores the additional seconds of the block's forward and backward, without waits for transfers. There are
+two causes: hooks and the swap manager's bookkeeping cost time per tensor, and threads that copy share memory, caches
+and the interpreter lock with the computing thread.
 """
 
 from __future__ import annotations
@@ -30,23 +30,21 @@ _WRITE_SECONDS = 10.0  # limit for writing one block's activations on any disk
 
 
 class OffloadBenchmark:
-    """The measurement of one block."""
+    """Offloads the activations of one block and reads them back, for a caller that measures the block's seconds."""
 
     def __init__(self, manager: SwapManager, selector: Selector, copies: CopyEngine) -> None:
         self._manager, self._selector, self._micro = manager, selector, 0
         self._copies = copies
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return the saved-tensor hooks for one forward of the block, which
-        counts as one micro-batch of the swap manager.
-        """
+        """Return the saved-tensor hooks for one forward of the block. The swap manager counts it as one micro-batch."""
         self._micro += 1
         return offloading(self._manager, self._selector, self._micro)
 
     def bring_back(self) -> None:
         """Wait until all activations are written, prefetch them, and wait for the device.
 
-        Then the backward that follows waits for no transfer.
+        After this, the block's backward waits for no transfer. Raises :class:`SwapError` if writing takes too long.
         """
         until = time.monotonic() + _WRITE_SECONDS
         while self._manager.resident_bytes > 0:
@@ -65,7 +63,7 @@ class OffloadBenchmark:
 
     @property
     def stall_seconds(self) -> float:
-        """Seconds that training has waited for transfers so far."""
+        """Seconds that the computing thread has waited for transfers so far."""
         return self._manager.stall_seconds
 
 

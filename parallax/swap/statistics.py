@@ -22,12 +22,19 @@ class SwapStatistics:
     """Statistics in bytes and seconds since the last
     :meth:`~parallax.swap.activations.manager.SwapManager.take_statistics`.
 
-    ``bytes_out`` and ``bytes_in`` count finished transfers to and from the store, and ``bytes_cancelled`` counts
-    cancelled writes. ``transfer_seconds`` is the sum of the durations of all transfers. ``stall_seconds`` is the time
-    that the training thread waited for transfers, including their time in the queue. ``limit_bytes`` is the manager's
-    budget. ``pinned_waste_bytes`` is memory that the store allocated beyond the requested bytes. ``samples`` are
-    (seconds of ``time.perf_counter``, bytes on the device, bytes in the store) at every change, thinned to at most
-    2,000. ``decisions`` maps each reason for evicting or keeping tensors to (number of tensors, bytes).
+    ``bytes_out``           bytes of finished transfers to the store
+    ``bytes_in``            bytes of finished transfers from the store
+    ``bytes_cancelled``     bytes of cancelled writes
+    ``stall_seconds``       time that the training thread waited for transfers, including their time in the queue
+    ``high_water``          peak of the bytes on the device
+    ``tier_high_water``     peak of the bytes in the store
+    ``transfer_seconds``    sum of the durations of all transfers
+    ``limit_bytes``         the manager's limit of bytes on the device
+    ``pinned_waste_bytes``  memory that the store allocated beyond the requested bytes
+    ``micro``               statistics of each micro-batch
+    ``samples``             (seconds of ``time.perf_counter``, bytes on the device, bytes in the store) at every change,
+                            thinned to at most 2,000
+    ``decisions``           for each reason for evicting or keeping tensors: (number of tensors, bytes)
     """
 
     bytes_out: int = 0
@@ -71,7 +78,8 @@ class SwapStatistics:
         return found
 
     def add(self, new: SwapStatistics) -> None:
-        """Merge ``new``, the statistics of a later period: counts are added, and the maximum of held bytes is kept."""
+        """Merge ``new``, the statistics of a later period. Counts and seconds are added; of peaks and limits the larger
+        is kept."""
         for name in [each.name for each in fields(new)]:
             value = getattr(new, name)
             if name in _HELD:
@@ -89,7 +97,7 @@ class SwapStatistics:
             self.sample(*sample)
 
     def sample_is_due(self) -> bool:
-        """Return whether to record a sample at this change of the held bytes.
+        """Return whether to record a sample now. The caller calls this at each change of the held bytes.
 
         Every ``_every``-th change is recorded. The interval doubles when there are too many samples.
         """

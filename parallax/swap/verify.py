@@ -1,8 +1,8 @@
 """Detect missing waits and bad memory in transfers (``swap.verify``), with random delays and checksums.
 
 A missing wait rarely shows, because a copy is usually faster than the code that should wait for it. So every transfer
-may be delayed, memory to read into is filled with a pattern first, and the checksum of each storage is compared on the
-thread and the stream that use it next.
+may be delayed, and the memory that a transfer reads into is filled with a pattern first. The checksum of each storage
+is compared on the thread and the stream that use the storage next.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def checksum(tensor: Tensor) -> int:
 
 
 def sum_bytes(tensor: Tensor) -> Tensor:
-    """Return the sum of the bytes as a tensor on the device.
+    """Return the sum of the bytes of ``tensor`` as a tensor on the device.
 
-    It does not wait for the device, because a wait could hide a race.
+    The function does not wait for the device, because a wait could hide a race.
     """
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % 8:

@@ -1,7 +1,7 @@
 """The interface through which an optimizer step accesses the weights and gradients of a bucket, in any memory.
 
 Two-byte weights are stepped as fp32 copies (master weights) and rounded afterwards. So small updates, which bfloat16
-would round away, add up. Master weights are created from the weights at the first step.
+would round away, add up over the steps. Master weights are created from the weights at the first step.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ def aligned_runs(
     split: bool,
     size: Callable[[ParameterSegment], int] | None = None,
 ) -> Iterator[list[ParameterSegment]]:
-    """Yield ``parameters`` in order, divided into runs of segments of at most ``run_bytes``, each run of one ``kind``.
+    """Yield runs of consecutive segments of ``parameters``, in order, each run with at most ``run_bytes``.
 
-    ``size`` returns the bytes that a segment counts; by default the bytes of its weights. Without ``split``, and for
-    parameters that are not contiguous, a parameter is not divided, so its run may be longer than ``run_bytes``.
+    All parameters of a run have the same ``kind``. ``size`` returns the bytes that a segment counts; by default the
+    bytes of its weights. Without ``split``, and for parameters that are not contiguous, a parameter is not divided, so
+    its run may be longer than ``run_bytes``.
     """
     run: list[ParameterSegment] = []
     free, known = 0, None
@@ -69,9 +70,9 @@ def aligned_runs(
 class BucketWeights(Protocol):
     """The interface to the weights and gradients of one bucket during a step.
 
-    In a step of the host optimizer, ``reduced``, ``commit`` and ``wait`` are called on the main thread. The others are
-    called on the optimizer's thread in the order ``tensors_to_step``, ``round_masters``, ``exchange_tensors``,
-    ``publish``. If another replica steps the bucket, only ``exchange_tensors`` and ``publish`` are called.
+    In a step of the host optimizer, ``reduced``, ``commit`` and ``wait`` are called on the main thread. These methods
+    are called on the optimizer's thread, in this order: ``tensors_to_step``, ``round_masters``, ``exchange_tensors``,
+    ``publish``. If another replica steps the bucket, only ``exchange_tensors`` and ``publish`` are called there.
     """
 
     @property
@@ -91,7 +92,7 @@ class BucketWeights(Protocol):
         """
 
     def reduced(self) -> None:
-        """Begin to copy the gradients, which are final, to the host."""
+        """Begin to copy the gradients to the host. They do not change any more before the step."""
 
     def commit(self, unused: Event) -> None:
         """Begin a step.
@@ -106,9 +107,8 @@ class BucketWeights(Protocol):
         """Round the new master weights to the parameters' dtype."""
 
     def exchange_tensors(self) -> list[Tensor]:
-        """Return the new weights of each segment in the parameters' dtype,
-        to send to other replicas or to receive into.
-        """
+        """Return the new weights of each segment in the parameters' dtype, to send to other replicas or to receive
+        into."""
 
     def publish(self) -> None:
         """Begin to copy the new weights to the device, and set the gradients to zero."""
@@ -123,7 +123,11 @@ class BucketWeights(Protocol):
         """Discard an unfinished step. The weights on the device are valid."""
 
     def masters(self) -> list[Tensor | None]:
-        """Return the master weights of each segment. The list is empty, or an entry None, if they do not exist."""
+        """Return the master weights of each segment.
+
+        If there are no master weights, the list is empty. An entry is None if the master weights of its segment do not
+        exist.
+        """
 
     def restore(self, index: int, master: Tensor | None) -> None:
         """Set the ``master`` weights of one segment; None derives them from the weights.
@@ -143,7 +147,7 @@ class ResidentWeights:
         )
 
     def reduced(self) -> None:
-        """No-op: gradients are already on the device of the step."""
+        """No-op: gradients are already on the device on which the weights are stepped."""
 
     def commit(self, unused: Event) -> None:
         """No-op: weights are changed in place."""
@@ -200,8 +204,9 @@ class ResidentWeights:
 class CopiedWeights:
     """Weights that are stepped as full-precision copies on the host.
 
-    The originals are on a device, or their dtype has too little precision. ``place`` is pinned memory of the size of
-    the weights. Gradients are copied into it, and after the step the new weights are copied from it to the device.
+    The parameters themselves are on a device, or their dtype has too little precision. ``place`` is pinned memory of
+    the size of the weights. Gradients are copied into ``place``. After the step, the new weights are copied from
+    ``place`` to the device. ``owned`` says whether this replica steps the weights.
     """
 
     def __init__(
@@ -224,12 +229,12 @@ class CopiedWeights:
     def kept(self) -> list[Tensor | None]:
         """The master weights, which are stored with the optimizer states.
 
-        Empty if the weights are stepped in their own dtype, because the copies then stay in memory.
+        The list is empty if the weights are stepped in their own dtype, because the copies then stay in memory.
         """
         return self._master if self._dtype is not self.segments[0].parameter.dtype else []
 
     def reduced(self) -> None:
-        """Begin to copy the gradients to the host while the backward runs, if this replica steps them."""
+        """Begin to copy the gradients to the host, if this replica steps them. The copies overlap with the backward."""
         if not self._owned:
             return
         pairs = [
@@ -241,8 +246,9 @@ class CopiedWeights:
         ]
 
     def commit(self, unused: Event) -> None:
-        """Remember ``unused``, so that copies to the device wait for this event
-        and not for later work such as the next forward.
+        """Remember the event ``unused``.
+
+        Copies of new weights to the device wait for this event, and not for later work such as the next forward.
         """
         self._unused = unused
 

@@ -40,7 +40,7 @@ class MemoryAccounting:
             )
 
     def count_transfer(self, transfer: Pending, size: int, micro: int, *, out: bool) -> None:
-        """Count a transfer of ``size`` bytes that has ended or that the device's stream waits for.
+        """Count a transfer of ``size`` bytes that has ended, or that the device's stream waits for.
 
         ``out`` is True for a transfer from the device to the store.
         """
@@ -63,7 +63,7 @@ class MemoryAccounting:
         decisions[reason] = tensors + 1, total + size
 
     def count_record(self, record: Record, reason: str) -> None:
-        """Count a record under ``reason`` unless it has been counted before."""
+        """Count a record under ``reason``, the reason why it was evicted or kept, unless it has been counted before."""
         if record.uncounted_reason:
             self.count_decision(reason, record.size)
             record.uncounted_reason = ""
@@ -80,12 +80,13 @@ class MemoryAccounting:
             self.stall_seconds += seconds
 
     def time_finished(self) -> None:
-        """Add the durations of counted transfers that have ended on the device to the statistics."""
+        """Add to the statistics the durations of counted transfers that have ended on the device since the
+        last call."""
         while self._timed and self._timed[0].done():
             self._now.transfer_seconds += self._timed.popleft().seconds()
 
     def budget_exceeded(self, size: int) -> BudgetExceeded:
-        """Return the error for the case that ``size`` more bytes do not fit and that nothing can be evicted."""
+        """Return the error that ``size`` more bytes do not fit and that nothing can be evicted."""
         return BudgetExceeded(
             f"the device may hold {format_bytes(self.limit_bytes)} of offloaded activations; "
             f"{format_bytes(self.resident_bytes)} are in use by the running backward and {format_bytes(size)} more are "

@@ -18,7 +18,7 @@ _LEAD = 8  # once memory is short, 1/8 of the limit is evicted ahead of need, be
 
 
 class _HeldCopies:
-    """Device copies of evicted records that other code still references.
+    """Device copies of evicted records that code outside the swap manager still references.
 
     Their memory counts as used until it is freed.
     """
@@ -34,7 +34,8 @@ class _HeldCopies:
         return len(self._watched)
 
     def take_freed_bytes(self) -> int:
-        """Return the bytes of device copies that have been freed since the last call."""
+        """Return the bytes of the device copies that were freed since the last call, because nothing referenced them
+        any more."""
         before = sum(size for _, size in self._watched)
         self._watched = [(watch, size) for watch, size in self._watched if watch() is not None]
         return before - sum(size for _, size in self._watched)
@@ -58,7 +59,8 @@ class Evictor:
 
     @property
     def idle(self) -> bool:
-        """Whether no write is running and no other code references the device copy of an evicted record."""
+        """Whether no write is running and no code outside the swap manager references the device copy of an evicted
+        record."""
         return not (self.writing or self._held)
 
     def evict(self, record: Record) -> None:
@@ -79,8 +81,8 @@ class Evictor:
             self._queues.mark_loaded(record)
 
     def evict_kept(self, size: int) -> None:
-        """Evict records that were kept on the device, oldest first, until ``size`` more bytes will fit after the
-        writes.
+        """Evict records that were kept on the device, oldest first, until ``size`` more bytes will fit when the writes
+        end.
 
         A further eighth of the limit is evicted ahead of need, so that the next save does not wait for a whole write.
         """
@@ -99,9 +101,9 @@ class Evictor:
     def evict_fresh(self, *, writable: bool) -> bool:
         """Evict one record that the running operator has saved; return whether there was one.
 
-        The operator may still write into a saved tensor. For a differentiable tensor, the write changes its version,
-        and autograd raises an error. For other tensors the write would be missed, so they are evicted only if
-        ``writable``.
+        The operator may still write into a tensor that it has saved. If the tensor is differentiable, such a write
+        changes its version, and autograd raises an error in the backward. For other tensors the write would be missed,
+        so they are evicted only if ``writable``.
         """
         record = next(
             (record for record in self._queues.fresh if writable or record.differentiable), None
@@ -112,7 +114,7 @@ class Evictor:
         return True
 
     def drop_upcoming(self) -> bool:
-        """Drop one prefetched record from the device, the one that is needed last; return whether there was one."""
+        """Drop the prefetched record that is needed last from the device; return whether there was one."""
         if not self._queues.upcoming:
             return False
         record = next(reversed(self._queues.upcoming))
@@ -140,8 +142,9 @@ class Evictor:
         return False
 
     def free_copy(self, record: Record) -> bool:
-        """Release the device copy of a record; return False if other code
-        still references it, so that no memory is freed.
+        """Release the device copy of a record; return whether its memory was freed.
+
+        It is not freed while code outside the swap manager still references it.
         """
         self._queues.unmark_evicting(record)
         assert record.storage is not None
@@ -154,7 +157,8 @@ class Evictor:
         return True
 
     def finish_writes(self) -> None:
-        """Free the device copies of records whose writes have ended, and count copies that other code has released."""
+        """Free the device copies of records whose writes have ended, and subtract copies that other code has
+        released."""
         if self._held and (freed := self._held.take_freed_bytes()):
             self._accounting.add_resident(-freed)
         while self.writing:

@@ -1,7 +1,7 @@
 """Saved-tensor hooks that pass autograd's saved tensors to the swap manager, inside the context :func:`offloading`.
 
 With hooks, autograd no longer checks that a saved tensor was not changed in place. So these hooks make the check, with
-torch's own message, for tensors that stay on the device and for offloaded ones.
+torch's own message, for all saved tensors.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _FEW = 2048  # number of living saved tensors above which their histories are no
 class _KeptTensor:
     """A saved tensor that stays on the device.
 
-    A tensor with autograd history is detached. Otherwise the history of a saved output would reference this object, and
-    this object the history: a cycle that no garbage collector finds. A leaf has no history and is not detached, so that
-    a later assignment to its ``.data`` takes effect, as it does without hooks.
+    A tensor with autograd history is detached. Otherwise there would be a reference cycle that no garbage collector
+    finds: the history of a saved output references this object, and this object would reference the history. A leaf has
+    no history and is not detached, so that a later assignment to its ``.data`` takes effect, as it does without hooks.
     """
 
     __slots__ = ("tensor", "version")
@@ -44,8 +44,8 @@ class _MovedTensor:
     """A saved tensor whose storage may be offloaded.
 
     ``_counter`` is a tensor that shares the version counter of the saved tensor. So a change in place is detected even
-    if the bytes are offloaded or the change was made through another view. It is the alias that the record holds or, if
-    the storage was already saved through another tensor, an empty tensor.
+    if the bytes are offloaded or if another view was changed. If the storage was already saved through another tensor,
+    ``_counter`` is an empty tensor; otherwise it is the alias that the record holds.
     """
 
     __slots__ = ("_counter", "_entry", "_layout", "_leaf", "_manager", "_version")

@@ -15,15 +15,18 @@ second backward finds the record, and a graph that is freed without a backward f
 ``limit_bytes`` bounds the bytes of records on the device. If a new record does not fit, the manager takes the first of
 these steps that frees memory:
 
-1. free device copies whose writes have ended 2. evict kept records, oldest first 3. wait for writes (back-pressure) 4.
-evict records that the policy prefers to keep 5. drop records that were prefetched and not used yet 6. drop records that
-were used and may be used again (a shared storage, a retained graph)
+1. Free device copies whose writes have ended.
+2. Evict kept records, oldest first.
+3. Wait for writes (back-pressure).
+4. Evict records that the policy prefers to keep.
+5. Drop records that were prefetched and not used yet.
+6. Drop records that were used and may be used again (a shared storage, a retained graph).
 
 If no step frees memory, the manager raises :class:`~parallax.errors.BudgetExceeded` with the arithmetic.
 :class:`~parallax.swap.activations.policy.Policy` decides which records are kept and how early they are prefetched.
 
-A caller that knows the next micro-batch calls ``fetch`` to prefetch its records. Otherwise the first use of one of
-these records prefetches the others.
+A caller that knows which micro-batch runs its backward next calls ``fetch`` to prefetch the micro-batch's records.
+Otherwise the first use of one of these records prefetches the remaining ones.
 
 If the policy evicts only when memory is short, :class:`~parallax.swap.activations.queues.FastPath` skips the record
 queues until then.
@@ -106,7 +109,7 @@ class SwapManager:
     def limit_bytes(self) -> int:
         """The most bytes of saved storages on the device.
 
-        If the limit is lowered, some are evicted at the next save.
+        If the limit is lowered below the bytes on the device, storages are evicted at the next save.
         """
         return self._accounting.limit_bytes
 
@@ -134,8 +137,9 @@ class SwapManager:
 
     @property
     def resident_bytes_at_most(self) -> int:
-        """Upper bound of :attr:`resident_bytes` that is cheaper to read:
-        records whose write has ended may still be counted.
+        """Upper bound of :attr:`resident_bytes` that is cheaper to read.
+
+        It may still count records whose write has ended.
         """
         return self._accounting.resident_bytes
 
@@ -150,14 +154,15 @@ class SwapManager:
     def save(
         self, tensor: Tensor, micro: int, operation: int | None = None
     ) -> tuple[Entry, Tensor | None]:
-        """Make the storage of a saved tensor recoverable, and return an entry that keeps it so.
+        """Make the storage of a saved tensor recoverable, and return an entry. The storage is recoverable while the
+        entry lives.
 
-        A storage that has no record yet gets one, which is evicted or kept as the policy decides. The second result is
-        an alias of ``tensor`` if the record is new and holds one, otherwise None.
+        If the storage has no record yet, a record is created, which is evicted or kept as the policy decides. The
+        second result is an alias of ``tensor`` if the record is new and holds one, otherwise None.
 
-        ``operation`` identifies the operator that saves. Some operators write into tensors that they have saved (the
-        noise of ``rrelu``, running statistics). So as long as memory suffices, an operator's records are not evicted
-        before the next operator saves or :meth:`settle` is called.
+        ``micro`` is the micro-batch. ``operation`` identifies the operator that saves. Some operators write into
+        tensors that they have saved (the noise of ``rrelu``, running statistics). So as long as memory suffices, an
+        operator's records are not evicted before the next operator saves or :meth:`settle` is called.
         """
         with self._lock:
             if self.closed:
@@ -210,9 +215,9 @@ class SwapManager:
             self._queues.append(record, self._queues.fresh)
 
     def _begin_operation(self, known: Record | None) -> None:
-        """Make the records that the previous operator saved evictable.
+        """Make the records that the previous operator saved evictable, because a new operator saves now.
 
-        ``known`` is excluded if it is such a record, because the new operator has saved it as well.
+        If one of them is ``known``, the record of the storage that the new operator saves, it stays protected.
         """
         if known is not None and known in self._queues.fresh:
             self._queues.remove(known)
@@ -232,7 +237,7 @@ class SwapManager:
             self._operation = None
 
     def fetch(self, micro: int) -> None:
-        """Begin to prefetch the records of micro-batch ``micro``, last saved first, as far as the limit allows."""
+        """Begin to prefetch the records of micro-batch ``micro``, the last saved first, as far as the limit allows."""
         with self._lock:
             if self.closed:
                 raise tier_closed()
@@ -243,7 +248,7 @@ class SwapManager:
             self._prefetcher.start_reads(self._evictor.evict_kept)
 
     def load(self, entry: Entry) -> torch.UntypedStorage:
-        """Return the storage that ``entry`` keeps, on the device and ready for the device's current stream."""
+        """Return the storage of ``entry``, on the device and ready for the device's current stream."""
         with self._lock:
             record = entry.record
             self._collect_ended()
@@ -304,7 +309,7 @@ class SwapManager:
             self._prefetcher.clear()
 
     def _settle(self) -> None:
-        """Keep or begin to evict all records of the operator that has ended.
+        """Decide for each record of the operator that has ended: keep it on the device, or begin to evict it.
 
         If a write raises an error, the remaining records are handled by the next call.
         """
@@ -338,7 +343,10 @@ class SwapManager:
             self._begin_backward(record.batch)
 
     def _begin_backward(self, batch: Batch) -> None:
-        """Begin to prefetch a micro-batch. Records saved under the same number later form a new :class:`Batch`."""
+        """Begin to prefetch the records of a micro-batch.
+
+        Records that are saved under the same micro-batch number from now on belong to a new :class:`Batch`.
+        """
         batch.prefetching = True
         if self._open.get(batch.micro) is batch:
             del self._open[batch.micro]
@@ -374,7 +382,8 @@ class SwapManager:
             self._collect_ended()
 
     def _collect_ended(self) -> None:
-        """Update the accounting for entries, transfers and external references that ended since the last call."""
+        """Update the accounting for everything that ended since the last call: entries, transfers, and external
+        references."""
         if self._fast_path.active:
             self._fast_path.collect_ended(self._open)
             return

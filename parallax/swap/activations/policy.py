@@ -19,15 +19,15 @@ class Policy:
 
     The limit takes precedence: tensors that a preference keeps are evicted before the limit is exceeded.
 
-    ``eager``: evict tensors as soon as they are saved. Otherwise evict them only when memory is short, in the order of
-    saving (the first saved is needed last), so that nothing moves if everything fits.
+    ``eager``: evict tensors as soon as they are saved. Otherwise tensors are evicted only when memory is short, in the
+    order of saving (the first saved is needed last), so that nothing is offloaded if everything fits.
 
-    ``n_tensors``: the most tensors of a micro-batch to offload, first saved first; None: all.
+    ``n_tensors``: the most tensors of a micro-batch to offload, first saved first; None means all.
 
-    ``swapout_threshold``: keep a tensor if, in the previous micro-batch, it was used before this many others were
-    saved; 0: keep none.
+    ``swapout_threshold``: keep a tensor if, in the previous micro-batch, fewer than this many other tensors were saved
+    between its save and its first use; 0 keeps none.
 
-    ``swapin_ahead``: how many tensors before its use a tensor is prefetched; None: as early as the limit allows.
+    ``swapin_ahead``: how many tensors before its use a tensor is prefetched; None means as early as the limit allows.
 
     ``swapin_groupby``: how many tensors are prefetched together.
     """
@@ -49,7 +49,7 @@ class Policy:
     def preferences(self) -> Preferences | None:
         """Return an object that applies these settings in one manager.
 
-        None if all settings except ``eager`` have their defaults.
+        The result is None if all settings except ``eager`` have their defaults.
         """
         return None if Policy(eager=self.eager) == self else Preferences(self)
 
@@ -65,7 +65,7 @@ class Preferences:
         self._known: dict[int, tuple[int, int]] = {}
 
     def keeps(self, record: Record) -> bool:
-        """Whether a newly saved record is kept until memory is short."""
+        """Whether a newly saved record is kept on the device until memory is short."""
         policy = self._policy
         if policy.n_tensors is not None and record.ordinal >= policy.n_tensors:
             return True
@@ -81,7 +81,7 @@ class Preferences:
             self.learn(batch)
 
     def learn(self, batch: Batch) -> None:
-        """Remember when the saved tensors of a finished micro-batch were used, to predict the uses in the next
+        """Remember when the saved tensors of a finished micro-batch were used. This predicts the uses in the next
         micro-batch.
 
         A micro-batch without uses is ignored.
@@ -90,7 +90,7 @@ class Preferences:
             self._known, batch.uses = batch.uses, {}
 
     def is_due(self, record: Record) -> bool:
-        """Whether a record may be prefetched now, with its group."""
+        """Whether the policy allows to prefetch a record now, together with the other records of its group."""
         if self._policy.swapin_ahead is None:
             return True
         return (
@@ -99,9 +99,7 @@ class Preferences:
         )
 
     def group_bytes(self, record: Record) -> int:
-        """Return the bytes still to be read for the group of ``record``,
-        which is the next record in the order of use.
-        """
+        """Return the bytes still to be read for the group of ``record``, the next record in the order of use."""
         total = 0
         for other in itertools.islice(record.batch.waiting, self._policy.swapin_groupby):
             total += other.size if self._group(other) == self._group(record) else 0

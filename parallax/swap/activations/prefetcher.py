@@ -53,15 +53,16 @@ class Prefetcher:
             self._batches.remove(batch)
 
     def clear(self) -> None:
-        """Remove all records."""
+        """Remove all records from the queue."""
         for batch in self._batches:
             batch.waiting.clear()
         self._batches.clear()
 
     def start_reads(self, evict_kept: Callable[[int], None]) -> None:
-        """Begin the next reads that fit.
+        """Begin the next reads, as many as fit the limit.
 
-        ``evict_kept(size)`` makes room: it evicts records kept on the device until ``size`` bytes are free.
+        If a read does not fit, ``evict_kept(size)`` is called. It evicts records that were kept on the device, so that
+        ``size`` bytes will be free later.
         """
         for batch in self._batches[:]:
             fits = self._start_reads_of(batch, evict_kept)

@@ -23,10 +23,12 @@ class RecordQueue(OrderedDict[Record, None]):
 class RecordQueues:
     """The record queues of one manager. Each record is in at most one of them.
 
-    ``fresh``: saved by an operator that may still run. ``kept``: to be evicted when memory is short, oldest first.
-    ``preferred``: kept by the policy and evicted after ``kept``, oldest first. ``upcoming``: on the device again and
-    not used yet, in the order of use. ``used``: on the device again and used, least recently used first.
-    ``evicting_bytes`` is the number of bytes that running writes will free on the device.
+    ``fresh``           saved by an operator that may still run
+    ``kept``            to be evicted when memory is short, oldest first
+    ``preferred``       kept by the policy and evicted after ``kept``, oldest first
+    ``upcoming``        on the device again and not used yet, in the order of use
+    ``used``            on the device again and used, least recently used first
+    ``evicting_bytes``  the number of bytes that running writes will free on the device (not a queue)
     """
 
     def __init__(self) -> None:
@@ -76,8 +78,8 @@ class FastPath:
     """Bookkeeping for the time in which every record fits: it counts bytes only and maintains no queues.
 
     Queues cost more time than all other work for a saved tensor, and a step that evicts nothing never reads them. So
-    they are filled when memory is short for the first time, in the same order as if each record had been queued when it
-    was saved.
+    the queues are filled only when memory is short for the first time. Their order is then the same as if each record
+    had been queued when it was saved.
 
     The manager owns ``records`` (living records by clock) and ``known`` (records by address), and holds its lock during
     all calls.
@@ -103,8 +105,8 @@ class FastPath:
     def save_again(self, record: Record, before: int | None, operation: int | None) -> None:
         """Note that ``operation`` has saved the storage of ``record`` again.
 
-        Only a record that the previous operator, ``before``, saved last is still protected from eviction and so
-        reassigned.
+        If the previous operator, ``before``, saved the record last, the record is still protected from eviction. It is
+        then protected for ``operation`` instead. Otherwise nothing changes.
         """
         if _saved_by(record, before):
             record.operation = operation
@@ -115,8 +117,8 @@ class FastPath:
     def fill_queues(self, queues: RecordQueues, operation: int | None) -> None:
         """Put every living record into a queue, and end the fast path.
 
-        ``operation`` may still run, so records that it saved go to ``fresh``. If several micro-batches are in their
-        backward, the records saved last are expected to be used first.
+        ``operation`` may still run, so the records that it saved go to ``fresh``. Of records that are needed in a
+        running backward, those saved last are expected to be used first.
         """
         alive = [record for record in self._records.values() if record.claim() is not None]
         for record in alive:
@@ -129,7 +131,7 @@ class FastPath:
         self.active = False
 
     def collect_ended(self, batches: dict[int, Batch]) -> None:
-        """Free the records that no entry keeps any more.
+        """Free the records whose entries have died.
 
         When no record is left, also clear ``batches``, the micro-batches that may still save records.
         """

@@ -1,6 +1,4 @@
-"""Records of the swap manager, one per storage, the entries that keep
-them alive, and the micro-batch of each record.
-"""
+"""Records of the swap manager, one per saved storage; the entries that keep records alive; and their micro-batches."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ Layout = tuple[int | torch.SymInt, torch.Size, tuple[int, ...]]
 def _nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return an empty tensor of this device and dtype.
 
-    torch allows assigning it to ``.data`` of a tensor only if device type and dtype are equal.
+    It can replace the ``.data`` of a tensor of this device and dtype. torch refuses an empty tensor of another kind.
     """
     return torch.empty(0, device=device, dtype=dtype)
 
@@ -69,7 +67,7 @@ def empty(alias: Tensor) -> None:
 class Batch:
     """The records of one micro-batch, from its first save to its backward, and the progress of their prefetch.
 
-    Records are referenced through weak references to their entries, because a record references its batch.
+    A record references its batch. To avoid a cycle, the batch has only weak references to the records' entries.
     """
 
     def __init__(self, micro: int) -> None:
@@ -102,14 +100,16 @@ class Batch:
 class Record:
     """One saved storage, on the device or offloaded.
 
-    ``alias``      the saved tensor, detached. It shares the version counter, and the bytes until they are offloaded.
-    ``origin``     weak reference to the saved storage. While it lives, the record uses it, because other code may have
-                   written values without a new version (``.data``, numpy), which autograd without hooks would use.
+    ``alias``      the saved tensor, detached. It shares the saved tensor's version counter, and its bytes until they
+                   are offloaded.
+    ``origin``     weak reference to the saved storage. While that storage lives, the record uses it. Other code may
+                   have written values to it without a new version (``.data``, numpy), and autograd without hooks would
+                   use these values.
     ``layout``     offset, size and strides, set when the bytes are offloaded
     ``queue``      number of the record queue that contains the record
     ``operation``  the operator that saved the record last
     ``wanted``     the record is needed again while its write runs
-    ``evicting``   the record's bytes count as being freed
+    ``evicting``   the record's bytes are included in :attr:`RecordQueues.evicting_bytes`
     ``read_back``  the record was offloaded, and read again
     """
 
@@ -185,8 +185,8 @@ class Record:
 
 
 class Entry:
-    """A reference to a record, returned by ``SwapManager.save``. The record's bytes are recoverable while the entry
-    lives.
+    """A reference to a record, returned by ``SwapManager.save``. While the entry lives, the record's bytes are
+    recoverable.
 
     When an entry dies, its weak reference (a :class:`Claim`) is appended to ``unclaimed``, possibly during a call of
     the manager. ``__del__`` is not used, because a KeyboardInterrupt that arrives in a ``__del__`` is lost.
@@ -201,9 +201,9 @@ class Entry:
 
 
 class Claim(weakref.ref[Entry]):
-    """A weak reference to an entry.
+    """A weak reference to an entry, with the clock of the entry's record.
 
-    It identifies the record by its clock instead of a reference, which would create a cycle: the record references its
+    The clock identifies the record. A reference to the record would create a cycle, because the record references its
     claim.
     """
 

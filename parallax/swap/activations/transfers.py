@@ -1,6 +1,4 @@
-"""Transfers of records between device and store, their checksums, and the
-choice of the stream whose tensors may be offloaded.
-"""
+"""Transfers of records between device and store, their checksums, and the stream whose tensors are offloaded."""
 
 from __future__ import annotations
 
@@ -128,8 +126,9 @@ class SwapStream:
     Copies to the store are ordered after this stream, and prefetched tensors belong to it. Tensors that another stream
     saves stay on the device, where autograd orders their uses.
 
-    The choice changes only while no autograd graph is alive. If the chosen stream has saved nothing since then, the
-    current stream replaces it as soon as the current stream has saved more bytes.
+    The choice changes only while no autograd graph is alive. If the chosen stream has saved nothing since the last
+    choice, the current stream replaces it as soon as the current stream has saved more bytes than the chosen one had
+    saved before.
     """
 
     def __init__(self) -> None:
@@ -140,7 +139,8 @@ class SwapStream:
     def is_other(self, tensor: Tensor, *, graphs_ended: bool) -> bool:
         """Count the bytes of ``tensor``, which is being saved, and return whether it must stay on the device.
 
-        It must if the current stream is not the chosen one. ``tensor`` is on an accelerator.
+        It must stay if the current stream is not the chosen one. ``tensor`` is on an accelerator. ``graphs_ended`` says
+        whether no autograd graph is alive.
         """
         now = torch.accelerator.current_stream(tensor.device.index)
         if graphs_ended:

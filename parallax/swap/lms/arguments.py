@@ -1,4 +1,4 @@
-"""Check the arguments of ``parallax.swap``. Each invalid value raises an error of one line."""
+"""Check the arguments of ``parallax.swap``. Each invalid value raises an error whose message is one line."""
 
 from __future__ import annotations
 
@@ -104,7 +104,10 @@ def flag(key: str, value: Any) -> bool:
 
 
 def flag_or_auto(key: str, value: Any, auto: bool) -> bool:
-    """Return ``value``, or the argument ``auto`` if ``value`` is auto."""
+    """Return ``value``, or the argument ``auto`` if ``value`` is the text auto.
+
+    Raises :class:`ConfigError` unless ``value`` is True, False or auto.
+    """
     return auto if isinstance(value, str) and value == AUTO else flag(key, value)
 
 

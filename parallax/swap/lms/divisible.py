@@ -1,14 +1,14 @@
 """Decide whether an optimizer's step may be taken in pieces, one subset of the parameters at a time.
 
 torch's own optimizers are known. A third-party optimizer may use all parameters in ``step`` (a global norm, a shared
-average), count its calls, or keep lists of parameters. Its class name does not tell. So it is tested: a copy whose
-parameters have only a few elements is stepped twice from the same start, once whole and once with one piece per
+average), count its calls, or keep lists of parameters. Its class name does not tell. So it is tested with copies whose
+parameters have only a few elements. One copy is stepped whole, and another one from the same start with one piece per
 parameter. The optimizer is divisible if parameters, states, groups and attributes are bit-identical afterwards.
 Gradients of several scales trigger clipping by norm, and enough steps are made to include actions of every fifth or
 tenth step.
 
-The result is cached by class and settings: a setting that is zero, None, true or text may change the behaviour of
-``step``.
+The result is cached by class and by the settings that may change what ``step`` does: whether a number is zero, and each
+value that is None, true, false or text.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _VALUES = type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 class _UntriedError(Exception):
-    """Raised if the optimizer holds a value that cannot be copied for the test."""
+    """Raised if the optimizer has a value that cannot be copied for the test."""
 
 
 def is_divisible(optimizer: Optimizer, arguments: Arguments) -> bool:
     """Return whether a step taken in pieces has bit-identical results to a whole step.
 
-    ``arguments`` are the arguments of the step; the first one is the optimizer.
+    ``arguments`` are the positional and keyword arguments of the step. The first one is the optimizer.
     """
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim."):
@@ -78,7 +78,7 @@ def closure_of(arguments: Arguments) -> Callable[[], Any] | None:
 def _settings(optimizer: Optimizer) -> object:
     """Return a cache key of the settings that may change how the optimizer steps.
 
-    Of a number, only whether it is zero counts.
+    Numbers enter the key only as zero or not zero.
     """
     left_out = "params", "state", "param_groups"
     held = [*optimizer.param_groups, vars(optimizer)]
@@ -112,7 +112,7 @@ def _try(optimizer: Optimizer, arguments: Arguments) -> bool:
 
 @contextmanager
 def _no_trace(optimizer: Optimizer) -> Iterator[None]:
-    """A context that restores the states of random generators, and counters in classes, on exit."""
+    """A context that, on exit, restores the states of random generators and the counters in the optimizer's classes."""
     counts, state = _counts(type(optimizer)), random.getstate()
     places = {p.device for group in optimizer.param_groups for p in group["params"]}
     kind = next((place.type for place in places if place.type != "cpu"), "cuda")
@@ -188,7 +188,8 @@ def _with_closure(given: Arguments, set_gradients: Callable[[], None]) -> Argume
 
 
 def _set_gradients(parameters: list[Tensor], number: int, scale: float) -> None:
-    """Set gradients that depend on the values of the parameters, so that the result depends on the time of the call."""
+    """Set gradients that depend on the parameters' values, so that the result depends on when the closure was
+    called."""
     for index, parameter in enumerate(parameters):
         values = torch.arange(1, parameter.numel() + 1, device=parameter.device) * (index + number)
         noise = torch.sin(values.double()).reshape(parameter.shape) * scale * (index + 1)
@@ -196,8 +197,10 @@ def _set_gradients(parameters: list[Tensor], number: int, scale: float) -> None:
 
 
 def _small_copy(optimizer: Optimizer) -> tuple[Optimizer, list[Tensor], list[Tensor]]:
-    """Return a small copy of the optimizer, the small parameter of each
-    original parameter, and the parameters that the copy steps.
+    """Return a copy of the optimizer with small parameters.
+
+    The second result has the small parameter of each original parameter. The third has the small parameters that the
+    copy steps.
     """
     small: dict[int, Tensor] = {}
     trained: list[Tensor] = []

@@ -24,7 +24,13 @@ _TOLERATED = 16 * 2**20
 
 @dataclass
 class Share:
-    """The division of the limit, in bytes. It is valid until layers are frozen, unfrozen or added."""
+    """The division of the limit of device memory, in bytes. It is valid until layers are frozen, unfrozen or added.
+
+    ``limit``      the limit
+    ``weights``    parameters and buffers that stay on the device
+    ``gradients``  gradients that stay on the device
+    ``visiting``   offloaded parameters and their gradients while they are on the device
+    """
 
     limit: int
     weights: int
@@ -46,7 +52,7 @@ class Share:
 def limit_or_auto(
     model: nn.Module, optimizers: Sequence[Optimizer], limit: int | None, device: torch.device
 ) -> int:
-    """Return ``limit``; if it is None, the bytes that the model holds on ``device`` plus the free bytes."""
+    """Return ``limit``. If it is None, return the bytes that the model holds on ``device`` plus the free bytes."""
     if limit is not None:
         return limit
     return _made_bytes(held_tensors(model, optimizers), optimizers) + _free_bytes(device)
@@ -57,7 +63,7 @@ def divide(
 ) -> Share:
     """Return the division of ``limit`` into bytes for parameters, for gradients, and for data that can be offloaded.
 
-    ``offloaded`` are the offloaded parameters, if any; they need only a part of their bytes at one time.
+    ``offloaded`` has the offloaded parameters, if there are any. They need only a part of their bytes at one time.
     """
     tensors = held_tensors(model, optimizers)
     trained = [t for t in tensors if t.requires_grad]
@@ -68,7 +74,7 @@ def divide(
 class ProcessMemory:
     """Bounds and measures the memory of the process, which on a CPU is the device's memory.
 
-    Memory that the process already held counts towards the limit only if it belongs to the model.
+    Of the memory that the process held before, only the bytes that belong to the model count towards the limit.
     """
 
     def __init__(self, limit: int, made: int) -> None:
@@ -106,7 +112,7 @@ def observe_process(
 ) -> ProcessMemory | None:
     """Bound the memory of this process from now on, and return an object that measures it.
 
-    None on an accelerator, whose allocator measures its memory.
+    On an accelerator the result is None, because the allocator measures its memory.
     """
     if device.type != "cpu":
         return None
@@ -114,8 +120,10 @@ def observe_process(
 
 
 def held_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """Return each parameter, each buffer, and each other tensor that the
-    optimizers train, without offloaded parameters.
+    """Return the parameters and buffers of the model and all other tensors that the optimizers train, without
+    duplicates.
+
+    Offloaded parameters are left out.
     """
     found = [*model.parameters(), *model.buffers()]
     found += [

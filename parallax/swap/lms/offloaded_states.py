@@ -24,7 +24,7 @@ SMALLEST = 4096  # bytes; slots of a store are multiples of it
 def movable(parameter: Tensor, state: dict[Any, Any]) -> list[Any]:
     """Return the keys of the tensors in ``state`` that are worth offloading.
 
-    They are large, and share no memory with the parameter or with each other.
+    These tensors are large, and share no memory with the parameter, its gradient or each other.
     """
     held: set[int] = set()
     for tensor in (parameter, parameter.grad):
@@ -48,8 +48,7 @@ def moved_bytes(parameter: Tensor, state: dict[Any, Any]) -> int:
 
 
 def sizes_of(parameter: Tensor, state: Any) -> tuple[int, list[int]]:
-    """Return the total bytes of a state's tensors that are worth offloading, and the bytes of each other tensor in the
-    state.
+    """Return the total bytes of a state's tensors that are worth offloading, and a list of the bytes of all its others.
 
     Memory of the parameter and of its gradient does not count.
     """
@@ -65,9 +64,8 @@ def sizes_of(parameter: Tensor, state: Any) -> tuple[int, list[int]]:
 
 
 def others_bytes(optimizer: optim.Optimizer) -> list[int]:
-    """Return the bytes of each tensor in a third-party optimizer that is
-    neither a parameter nor in ``optimizer.state``.
-    """
+    """Return the bytes of each tensor of a third-party optimizer that is neither a parameter nor a parameter's
+    state."""
     if type(optimizer).__module__.startswith("torch.optim."):
         return []
     own = [p for group in optimizer.param_groups for p in group["params"]]
@@ -85,7 +83,7 @@ def _addresses(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def _sizes_in(value: Any, own: set[int]) -> list[int]:
-    """Return the bytes of each storage of the tensors in ``value``, without the storages at the addresses ``own``."""
+    """Return the bytes of each storage of the tensors in ``value``, except storages at one of the addresses ``own``."""
     found: dict[int, int] = {}
     for tensor in _tensors_in(value):
         for part in parts(tensor):
@@ -125,9 +123,9 @@ _MADE: dict[type[optim.Optimizer], Callable[[dict[str, Any]], int]] = {
 def yet_to_be_made(
     optimizer: optim.Optimizer, group: dict[str, Any], parameter: Tensor
 ) -> int | None:
-    """Return the bytes of the states, worth offloading, that the first step of ``parameter`` will create.
+    """Return the bytes of the states that the first step of ``parameter`` will create and that are worth offloading.
 
-    None if the number is unknown.
+    The result is None if the number is unknown.
     """
     made, gradient = _MADE.get(type(optimizer)), parameter.grad
     if made is None or not _known(parameter) or gradient is None or not _dense(gradient):
@@ -136,11 +134,10 @@ def yet_to_be_made(
 
 
 class OffloadedStates(dict[Any, Any]):
-    """The optimizer state of a parameter, a mapping whose large tensors are offloaded and whose small ones are in
-    memory.
+    """The optimizer state of a parameter as a mapping: its large tensors are offloaded, its small ones are in memory.
 
-    Any access to a large tensor calls ``recall``, which restores all tensors and returns the ordinary mapping that
-    takes the place of this one in the optimizer. A copy is an ordinary dictionary.
+    Any access to a large tensor calls ``recall``. This restores all tensors and returns an ordinary mapping, which
+    takes the place of this one in the optimizer. A copy of this mapping is an ordinary dictionary.
     """
 
     def __init__(
@@ -259,9 +256,7 @@ class OffloadedStates(dict[Any, Any]):
 
     @property
     def on_device(self) -> bool:
-        """Whether some tensors occupy device memory, because they are not
-        written yet, read again, or under transfer.
-        """
+        """Whether some tensors occupy device memory: they are not written yet, under transfer, or read again."""
         return any(place.flat is not None for place in self._places)
 
     def is_written(self) -> bool:
@@ -290,18 +285,17 @@ class OffloadedStates(dict[Any, Any]):
                 place.start_read(self._store)
 
     def restored(self) -> dict[Any, Any]:
-        """Return the state as the optimizer created it, after waiting for
-        reads and for writes that have already begun.
-        """
+        """Return the state as the optimizer created it, after waiting for reads and for writes that have
+        already begun."""
         for place in self._places:
             if self._written or not place.pending.cancel():
                 self._wait(place)
         return self._with(lambda place: place.tensor(place.held))
 
     def restore(self) -> dict[Any, Any]:
-        """Return the state like :meth:`restored`, and free its slots in the store.
+        """Return the state as :meth:`restored` does, and free its slots in the store.
 
-        From now on this mapping refers to the returned state.
+        From then on this mapping refers to the returned state.
         """
         self.start_read()
         # before the slots are freed, so that an interrupted call can be repeated
@@ -328,7 +322,8 @@ class OffloadedStates(dict[Any, Any]):
         return self._places[-1]
 
     def _with(self, fill: Callable[[_StatePlace], Tensor]) -> dict[Any, Any]:
-        """Return the state with all large tensors, whose parts ``fill`` returns."""
+        """Return the state with all its large tensors. ``fill`` is called with the place of each part and returns the
+        part."""
         return {
             key: self._values[key].build(fill) if key in self._values else self[key]
             for key in self._order
@@ -349,7 +344,8 @@ class OffloadedStates(dict[Any, Any]):
         return place.tensor(found)
 
     def _wait(self, place: _StatePlace) -> None:
-        """Wait for a transfer. A failed write is ignored as long as the device still has the bytes."""
+        """Wait for a transfer. If it is a write that fails, the error is ignored as long as the device still has the
+        bytes."""
         try:
             place.pending.wait()
         except SwapError:
@@ -375,7 +371,7 @@ class _Value:
 
 
 class _StatePlace:
-    """A plain tensor that is in the store or under transfer. ``flat`` is its bytes while they are on the device."""
+    """A plain tensor that is in the store or under transfer. While its bytes are on the device, ``flat`` holds them."""
 
     def __init__(self, tensor: Tensor, store: Store) -> None:
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
@@ -398,9 +394,9 @@ class _StatePlace:
         return self.flat
 
     def free_copy(self) -> bool:
-        """Free the device copy, unless other code references it or has changed it since the write began.
+        """Free the device copy, and return whether it was freed.
 
-        Return whether it was freed.
+        It is not freed if other code references it, or if other code has changed it since the write began.
         """
         alias, self._alias = self._alias, None
         if alias is not None and alias._version != self._version:

@@ -1,7 +1,8 @@
 """Offloaded weights and gradients: tensors that are fetched to the device when they are passed to a torch function.
 
-Nearly every torch function calls ``__torch_function__``, where the owner of the tensors first fetches their values.
-Only ``torch.tensor``, ``torch.asarray``, ``new_tensor`` and C++ code receive the placeholder, which is NaN.
+Nearly every torch function calls ``__torch_function__``. There, the owner of the tensors first fetches their values.
+Only ``torch.tensor``, ``torch.asarray``, ``new_tensor`` and C++ code receive the tensors without a fetch. What they see
+is a placeholder, which is NaN.
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ class TensorOwner(Protocol):
     def enter(self, parameters: Iterable[nn.Parameter], *, backward: bool = False) -> None:
         """Put all ``parameters`` on the device.
 
-        In a ``backward``, they stay there until the running autograd node ends.
+        With ``backward``, they stay there until the running autograd node ends.
         """
 
     def check_unshared(self, parameter: nn.Parameter) -> None:
-        """Raise :class:`ConfigError` if views of a weight exist on the
-        device, because they would not get a new value.
+        """Raise :class:`ConfigError` if views of the weight exist on the device.
+
+        They would not get the new value that is about to be assigned.
         """
 
     def note_change(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -109,7 +111,7 @@ class OffloadedWeight(nn.Parameter):
 class OffloadedGradient(Tensor):
     """The gradient of an offloaded parameter. The memory of this tensor is a placeholder.
 
-    ``value`` is the gradient's values on the device; it is set once the tensor is no longer the parameter's gradient.
+    ``value`` is None while this is the gradient of the parameter. Afterwards, ``value`` has its values on the device.
     """
 
     parameter: nn.Parameter
@@ -171,7 +173,8 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _call_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a torch function that takes lists once per list element, so that one tensor at a time is fetched."""
+    """Call a torch function that takes lists of tensors once per list element, so that one tensor at a time is
+    fetched."""
     lists = [each for each in (*args, *kwargs.values()) if isinstance(each, list | tuple)]
     count = len(lists[0])
 
@@ -234,7 +237,7 @@ def _call_fetched(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _assign_data(target: Tensor, value: Tensor) -> None:
-    """Copy ``value`` into the memory of ``target``, as an assignment to ``target.data``."""
+    """Copy ``value`` into the memory of ``target``. This replaces an assignment to ``target.data``."""
     if (value.shape, value.dtype, value.device) != (target.shape, target.dtype, target.device):
         raise ConfigError(
             f"an assignment to .data of an offloaded parameter changes {target.dtype} {list(target.shape)} on "
@@ -270,7 +273,7 @@ def _replaced(value: Any, others: dict[int, Any]) -> Any:
 def _with_edges(value: Any) -> Any:
     """Return arguments of ``torch.autograd.grad`` in which gradient edges replace the offloaded weights.
 
-    Then no weight is fetched.
+    With gradient edges, no weight is fetched.
     """
     if isinstance(value, OffloadedWeight):
         with as_plain_tensors():

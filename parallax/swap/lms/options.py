@@ -34,7 +34,10 @@ _SLAB_BYTES = 2**28  # pinned at one time, because few loops use the whole capac
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The checked arguments of :func:`swap`. None stands for auto."""
+    """The checked arguments of :func:`swap`. None stands for auto.
+
+    ``limit``, ``tier_bytes``, ``minimum_bytes`` and ``piece_bytes`` are in bytes.
+    """
 
     limit: int | None
     policy: Policy
@@ -62,8 +65,8 @@ class Options:
     def open_store(self, limit: int, parameter_bytes: int = 0) -> Store:
         """Open a store in the offload tier.
 
-        ``limit`` is the limit of device memory. The store also has room for ``parameter_bytes`` of weights, with their
-        gradients and optimizer states.
+        ``limit`` is the limit of device memory in bytes. The store also has capacity for ``parameter_bytes`` of
+        weights, with their gradients and optimizer states.
         """
         delay = Delays() if self.verify else no_delay
         return open_store(
@@ -86,7 +89,7 @@ class Options:
 
 
 def device_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> torch.device:
-    """Return the device of the model and the optimizers. Raises an error if there are several."""
+    """Return the device of the model and the optimizers. Raises an error if they are on several devices."""
     found = {tensor.device for tensor in held_tensors(model, optimizers)}
     if len(found) > 1 or {device.type for device in found} - {"cpu", *known_kinds()}:
         names = ", ".join(sorted(str(device) for device in found))
@@ -115,9 +118,7 @@ def usual_folder() -> Path:
 
 
 class LazyStore:
-    """A store that is opened at the first write, so that without
-    offloading there is no file, thread or pinned memory.
-    """
+    """A store that is opened at the first write. Without offloading there is no file, thread or pinned memory."""
 
     def __init__(self, tier: str, open_store: Callable[[], Store]) -> None:
         self.tier, self.slots = tier, SlotMap(0, "the unopened tier")

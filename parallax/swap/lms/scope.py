@@ -1,8 +1,8 @@
 """Large Model Support in any training loop: ``with parallax.swap(model, limit="8GiB", optimizer=optimizer):``.
 
-In a training loop of the user's own, only the calls of torch are visible, not blocks and a schedule. So the limit is
-kept through these calls: tensors that autograd saves pass through the swap manager, and optimizer steps are taken in
-pieces (:mod:`parallax.swap.lms.states`). Memory that cannot be offloaded is subtracted from the limit first:
+In a training loop of the user's own, only calls of torch can be intercepted; blocks and a schedule are unknown. So
+tensors that autograd saves pass through the swap manager, and optimizer steps are taken in pieces
+(:mod:`parallax.swap.lms.states`). Memory that cannot be offloaded is subtracted from the limit first:
 
 ::
 
@@ -10,9 +10,11 @@ pieces (:mod:`parallax.swap.lms.states`). Memory that cannot be offloaded is sub
                                                  └─ saved activations, and optimizer states while they fit beside them
 
 With ``parameters=True`` most weights and gradients are offloaded as well (:mod:`parallax.swap.lms.weights`), and only
-those on the device at one time count towards the limit. Otherwise nothing is offloaded while everything fits. The limit
-covers the memory of the model and of autograd. Temporary memory of a running operator, and results that Python
-variables hold, come on top.
+those on the device at one time count towards the limit. With ``parameters=False`` nothing is offloaded while everything
+fits.
+
+The limit covers the memory of the model and of autograd. It does not cover temporary memory of a running operator, or
+results that Python variables hold.
 """
 
 from __future__ import annotations
@@ -83,23 +85,26 @@ def swap(
 ) -> Swapping:
     """Return the context in which a training loop keeps to ``limit`` bytes of device memory.
 
-    ``model``: the module to train; for several models, one ``nn.ModuleList`` of them. Its parameters and buffers stay
-    on the device. ``parameters``: offload the model's weights and gradients too, and fetch them block by block.
+    ``model``          the module to train; for several models, one ``nn.ModuleList`` of them. Its buffers stay on the
+                       device, and without ``parameters`` its parameters, too.
+    ``limit``          bytes that parameters, gradients, saved activations and the states of ``optimizer`` may hold
+                       together: a number, a text such as ``"8GiB"``, or auto for the bytes free now, less a margin
+    ``optimizer``      one or several optimizers, whose states are offloaded if the limit requires it. States of other
+                       optimizers are not counted.
+    ``tier``           host (pinned memory; CUDA only), disk, or auto
+    ``directory``      folder for the disk tier, used by nothing else
+    ``tier_bytes``     capacity of the tier
+    ``minimum_bytes``  bytes of the smallest tensor that is offloaded (auto: 64 KiB, or 1 MiB on an accelerator)
+    ``piece_bytes``    bytes of optimizer states to load at one time
+    ``parameters``     offload the model's weights and gradients too, and fetch them block by block
 
-    ``limit``: bytes that parameters, gradients, saved activations and the states of ``optimizer`` may hold together: a
-    number, a text such as ``"8GiB"``, or auto: the bytes free now, less a margin. ``optimizer``: one or several
-    optimizers, whose states are offloaded if the limit requires it. States of other optimizers are not counted.
+    ``threads`` and ``verify`` are explained in :class:`~parallax.swap.config.SwapConfig`, and ``eager``, ``n_tensors``,
+    ``swapout_threshold``, ``swapin_ahead`` (or ``lb``) and ``swapin_groupby`` in
+    :class:`~parallax.swap.activations.policy.Policy`. If ``eager`` is auto, it is False unless another setting of the
+    policy is changed from its default.
 
-    ``tier``: host (pinned memory; CUDA only), disk, or auto. ``directory``: a folder for the disk tier, used by nothing
-    else. ``tier_bytes``: capacity of the tier. ``minimum_bytes``: smaller tensors are never offloaded (auto: 64 KiB, or
-    1 MiB on an accelerator). ``piece_bytes``: bytes of optimizer states to load at one time. ``threads`` and ``verify``
-    are those of :class:`~parallax.swap.config.SwapConfig`; ``eager``, ``n_tensors``, ``swapout_threshold``,
-    ``swapin_ahead`` (also ``lb``) and ``swapin_groupby`` those of :class:`~parallax.swap.activations.policy.Policy`.
-    ``eager=auto``: if one of these settings is changed from its default, tensors are offloaded as soon as they are
-    saved; otherwise only when memory is short.
-
-    Raises :class:`ConfigError` for invalid arguments, and :class:`BudgetExceeded` if memory that cannot be offloaded
-    exceeds the limit: on entry, or when one operator needs more than the movable bytes.
+    Raises :class:`ConfigError` for invalid arguments. Raises :class:`BudgetExceeded` on entry if memory that cannot be
+    offloaded exceeds the limit, and later if one operator needs more than the movable bytes.
     """
     ahead = _ahead(swapin_ahead, lb)
     arguments.check_model(model)
@@ -139,7 +144,7 @@ def _policy(
 
 
 def _ahead(swapin_ahead: int | None, lb: int | None) -> int | None:
-    """Return the value of the argument that may be called ``swapin_ahead`` or ``lb``."""
+    """Return the value of the argument that the caller passed as ``swapin_ahead`` or as ``lb``."""
     if lb is None:
         return arguments.whole_or_none("swapin_ahead", swapin_ahead)
     if swapin_ahead is not None:
@@ -152,7 +157,7 @@ def _ahead(swapin_ahead: int | None, lb: int | None) -> int | None:
 class Swapping:
     """The context that :func:`swap` returns.
 
-    It offloads only tensors that autograd saves on the thread that entered it.
+    Only tensors that autograd saves on the thread that entered the context are offloaded.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> None:
@@ -247,7 +252,8 @@ class Swapping:
     def _offload(
         self, stack: contextlib.ExitStack, store: Store, limit: int
     ) -> OffloadedModel | None:
-        """Offload the model's parameters until ``stack`` exits, if ``parameters`` is set; return them, or None."""
+        """Offload the model's parameters until ``stack`` exits, and return them. Return None if ``parameters`` is not
+        set."""
         if not self._options.parameters:
             return None
         scope = weakref.ref(self)
@@ -322,9 +328,7 @@ class Swapping:
         return self._states
 
     def report(self) -> str:
-        """Return a text on transfers and their cost in seconds, and on the
-        reasons why tensors were offloaded or kept.
-        """
+        """Return a text on transfers, their cost in seconds, and the reasons why tensors were offloaded or kept."""
         found = self.statistics
         lines = [str(self._share) if self._share else "not entered yet"]
         lines.append(
@@ -359,8 +363,9 @@ class Swapping:
     # ---- the limit
 
     def bytes_for_states(self, index: int) -> int:
-        """Return the bytes left for activations and for the states of
-        optimizer ``index``, beside other optimizers' states.
+        """Return the bytes of the limit for activations and for the states of optimizer ``index``.
+
+        Memory that cannot be offloaded, and the other optimizers' states on the device, are subtracted.
         """
         assert self._share is not None
         fixed = sum(states.fixed_bytes for states in self._states)
@@ -380,8 +385,8 @@ class Swapping:
     def recount(self, *, grown: bool = False) -> None:
         """Update the division of the limit if layers were frozen, unfrozen or added since the last call.
 
-        It must be called before a backward creates gradients of such layers. ``grown`` updates it anyway, because an
-        operator needs more offloaded parameters at one time.
+        It must be called before a backward creates gradients of such layers. With ``grown`` the division is updated in
+        any case, because an operator needs more offloaded parameters at one time.
         """
         share, manager, before = self._share, self._manager(), self._trained
         assert share is not None
@@ -407,7 +412,7 @@ class Swapping:
         manager.limit_bytes = share.movable_bytes
 
     def _find_trained(self) -> list[tuple[int, bool]]:
-        """Return (id, requires_grad) of the parameters that the model had at entry and of all parameters of its
+        """Return (id, requires_grad) of the parameters that the model had at entry and of all parameters of the
         optimizers.
 
         The modules' current parameters are not used, because FSDP puts gathered parameters there during a forward.
@@ -449,9 +454,9 @@ class _Recount:
         self._due = True
 
     def forward(self) -> None:
-        """Recount if a forward has begun.
+        """Recount if a forward has begun since the last backward.
 
-        Called for each saved tensor, also of a forward that is recomputed in a backward.
+        This is called for each saved tensor, also in a forward that is recomputed in a backward.
         """
         if self._due and not in_backward():
             self._due = False
@@ -483,7 +488,7 @@ class _Budget:
         return 0 if scope is None or most is None else scope.bytes_for_states(self._index) - most
 
     def request(self, size: int) -> None:
-        """Offload states of the context's other optimizers until ``size`` bytes are free, or as far as possible."""
+        """Offload states of other optimizers of the context until ``size`` bytes are free, or as many as possible."""
         scope = self._scope()
         for index, other in enumerate(scope.states if scope is not None else ()):
             if (
@@ -501,8 +506,9 @@ def _saving(
     states: Sequence[OptimizerStates],
     recount: _Recount,
 ) -> torch.autograd.graph.saved_tensors_hooks:
-    """Return the manager's saved-tensor hooks, extended to evict optimizer states and to explain errors by the limit.
+    """Return the manager's saved-tensor hooks, extended in two ways.
 
+    When memory is short they also evict optimizer states, and their errors state the limit of ``parallax.swap``.
     Autograd graphs reference these functions, so the functions must not reference the context.
     """
     hooks = offloading(manager, selector, micro=0)
@@ -569,8 +575,8 @@ def _exceeded(share: Share, manager: SwapManager, needed_bytes: int) -> BudgetEx
 def _close_store(store: Store) -> None:
     """Close the store.
 
-    A garbage collector may call this on one of the store's own threads, which cannot join itself. Then a new thread
-    closes the store.
+    A garbage collector may call this function on one of the store's own threads, which cannot join itself. In that case
+    a new thread closes the store.
     """
     if threading.current_thread().name.startswith("parallax-swap"):
         threading.Thread(target=store.close, name="swap-close").start()

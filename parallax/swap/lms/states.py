@@ -17,8 +17,8 @@ States that fit beside the activations stay on the device until activations need
 
 A step that fails between two pieces cannot be undone: the first pieces are stepped, and a second attempt would step
 them again. So the memory for the largest piece is checked in advance. After any other failure no step is taken until a
-checkpoint is loaded. A KeyboardInterrupt during a step is such a failure; while states are moved, it is deferred
-(:func:`~parallax.common.signals.uninterrupted`).
+checkpoint is loaded. A KeyboardInterrupt during a step counts as such a failure. But a KeyboardInterrupt that arrives
+while states are moved is deferred (:func:`~parallax.common.signals.uninterrupted`).
 """
 
 from __future__ import annotations
@@ -66,14 +66,15 @@ _GUESS = 2  # assumed states per parameter before the first step of an unknown o
 
 
 class StateBudget(Protocol):
-    """The interface that tells how many bytes the states of one optimizer may use on the device."""
+    """The interface to the bytes that the states of one optimizer may use on the device."""
 
     def bytes_now(self) -> int:
         """Return the bytes of device memory that the states may use while a step runs."""
 
     def bytes_between_steps(self) -> int:
-        """Return the bytes that the states may use between steps, beside the
-        activations that the next step is expected to save.
+        """Return the bytes that the states may use between steps, beside the activations that the next step will save.
+
+        The activations are predicted from earlier steps.
         """
 
     def request(self, size: int) -> None:
@@ -83,10 +84,10 @@ class StateBudget(Protocol):
 class OptimizerStates:
     """Moves the states of ``optimizer`` between the device and ``store`` until closed.
 
-    An optimizer that updates each parameter independently, such as all of ``torch.optim`` except LBFGS, is stepped in
-    pieces. The constructor or ``step`` raises :class:`ConfigError` for LBFGS and other optimizers known to need all
+    An optimizer that updates each parameter independently is stepped in pieces. All of ``torch.optim`` do so except
+    LBFGS. The constructor or ``step`` raises :class:`ConfigError` for LBFGS and other optimizers known to need all
     their states at once. ``step`` also raises :class:`BudgetExceeded`, before any parameter is stepped, and
-    :class:`SwapError`.
+    :class:`SwapError` if a transfer fails.
     """
 
     def __init__(
@@ -191,7 +192,8 @@ class OptimizerStates:
     def free_device_bytes(self, size: int) -> None:
         """Free ``size`` bytes on the device, or as many as possible.
 
-        Copies whose writes have ended are freed first. If that is not enough, all states are offloaded.
+        Copies whose writes have ended are freed first. If that is not enough, all states are offloaded, and the call
+        waits for writes until enough bytes are free.
         """
         most = self.device_bytes - size
         self._finish_writes()
@@ -226,7 +228,7 @@ class OptimizerStates:
     def _register_before(self, hook: Any) -> RemovableHandle:
         """Register a step hook of the user so that it runs before the hook of this object.
 
-        It may change gradients or raise an error, so it must run first even if it is registered later.
+        The user's hook may change gradients or raise an error, so it must run first even if it is registered later.
         """
         handle = self._register(hook)
         self._last.remove()
@@ -236,7 +238,11 @@ class OptimizerStates:
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
-        """Hook before a step: step all pieces except the last, which the optimizer's own ``step`` then steps."""
+        """Hook before a step: step all pieces except the last, and return the arguments with which torch steps the last
+        one.
+
+        The result is None for a stand-in, whose step is not divided again.
+        """
         if optimizer is not self._optimizer:
             return None  # a stand-in, whose step calls a step that has hooks again
         if self._half_done:
@@ -273,11 +279,12 @@ class OptimizerStates:
         return not self.whole
 
     def _block_of(self, parameter: Tensor) -> int | None:
-        """Return the block of offloaded weights that a parameter belongs to; None if its weights are not offloaded."""
+        """Return the block of offloaded weights that has a parameter; None if the parameter's weights are not
+        offloaded."""
         return None if self._weights is None else self._weights.block_of(parameter)
 
     def _load_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Load all states, so that the optimizer steps all parameters itself and runs the closure."""
+        """Load all states, so that the optimizer steps all parameters at once. Return the arguments of the step."""
         kind = type(self._optimizer).__name__
         if any(
             self._block_of(p) is not None
@@ -335,8 +342,8 @@ class OptimizerStates:
     def _pieces(self) -> list[Piece]:
         """Return the parameters that have a gradient, in order, divided into pieces.
 
-        The states of a piece fit beside the states being read and written, and all offloaded weights of a piece are in
-        one block.
+        The states of a piece fit beside the states of two further pieces, one being read and one being written. All
+        offloaded weights of a piece are in one block.
         """
         most = min(self._piece_bytes, self._budget.bytes_now() // 3)
         pieces: list[Piece] = []
@@ -359,9 +366,8 @@ class OptimizerStates:
         return _GUESS * local_bytes(parameter) if known is None else known
 
     def _known_size(self, index: int, parameter: Tensor) -> int | None:
-        """Return the bytes of a parameter's states, including states that
-        the first step will create; None if unknown.
-        """
+        """Return the bytes of a parameter's states, including states that the first step will create; None if
+        unknown."""
         if parameter in self._offloaded:
             return self._offloaded[parameter].size
         if parameter in self._resident:
@@ -395,7 +401,7 @@ class OptimizerStates:
     ) -> Optimizer:
         """Step all pieces but the last, and return the stand-in for the last piece.
 
-        The step is incomplete until the last piece is stepped.
+        The caller must step the stand-in; until then only some parameters are updated.
         """
         kept = 0
         for piece, following in pairwise(pieces):
@@ -417,7 +423,7 @@ class OptimizerStates:
         )
 
     def _load(self, piece: Piece) -> None:
-        """Load the states of a piece, and free bytes for the states that its step will create."""
+        """Load the states of a piece, and free memory for states that the piece's step will create."""
         parameters = {parameter for _, parameter in piece}
         for _, parameter in piece:
             offloaded = self._offloaded.get(parameter)
@@ -448,10 +454,11 @@ class OptimizerStates:
 
     @uninterrupted()
     def _keep_or_offload(self, piece: Piece, kept: int) -> int:
-        """Keep the states of ``piece``, which was stepped, as far as they fit beside the activations, and offload the
+        """Keep the states of ``piece``, which was stepped, as far as they fit beside the activations. Offload the
         others.
 
-        ``kept`` is the bytes of states kept so far in this step; the result adds those of this piece.
+        ``kept`` is the bytes of states kept so far in this step. The result is ``kept`` plus the bytes kept of this
+        piece.
         """
         for _, parameter in piece:
             made = self._optimizer.state.get(parameter)
@@ -465,9 +472,9 @@ class OptimizerStates:
         return kept
 
     def _offload_excess(self) -> None:
-        """Offload states that do not fit between steps.
+        """Offload the states that do not fit between steps.
 
-        The last ones go first, because the next step begins with the first.
+        The states of the last parameters are offloaded first, because the next step begins with the first parameters.
         """
         excess = sum(self._resident.values()) - self._budget.bytes_between_steps()
         for parameter, size in reversed(list(self._resident.items())):
@@ -522,9 +529,9 @@ class OptimizerStates:
 
     @uninterrupted()
     def _finish_oldest_write(self) -> None:
-        """Wait for the oldest write.
+        """Wait for the write that began first.
 
-        If it failed, restore the states that it should have written, so that none are lost.
+        If the write failed, restore the states that it should have written, so that none are lost.
         """
         offloaded = self._writing.popleft()
         if self._offloaded.get(offloaded.parameter) is not offloaded:
@@ -584,8 +591,8 @@ class OptimizerStates:
     def _drop(self, offloaded: OffloadedStates, alone: object) -> None:
         """Free offloaded states that the optimizer has dropped.
 
-        If an object other than ``alone`` still references them, restore them instead, because that code may assign them
-        to another parameter.
+        If an object other than ``alone`` still references them, they are restored instead, because other code may
+        assign them to another parameter.
         """
         self._forget_write(id(offloaded))
         if sys.getrefcount(offloaded) > sys.getrefcount(alone):

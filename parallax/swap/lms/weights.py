@@ -2,13 +2,13 @@
 
 Such a loop may use weights outside of blocks: in a tied head, in an average of the weights, in a norm of all gradients.
 So inside the context each offloaded parameter is an :class:`OffloadedWeight`, and its gradient is an
-:class:`OffloadedGradient`. Any torch function that receives one of these tensors first fetches it:
+:class:`OffloadedGradient`. Any torch function that receives one of these tensors first fetches its values:
 
 ::
 
-    function of weights            enter their blocks ─▶ call it             (forward, average, state_dict)
-    autograd saves a weight        keep a :class:`SavedWeight`, and enter its block when the backward unpacks it
-    autograd makes a gradient      write it to the store, added to the stored one
+    function of weights            fetch their blocks ─▶ call it             (forward, average, state_dict)
+    autograd saves a weight        keep a :class:`SavedWeight`, and fetch its block when the backward unpacks it
+    autograd makes a gradient      add it to the stored gradient, and write the sum to the store
     function of gradients          read them ─▶ call it ─▶ write those that it changed
     piece of an optimizer step     plain parameters with plain gradients (:meth:`OffloadedModel.lend`)
 
@@ -91,9 +91,10 @@ class SavedWeight:
 class OffloadedModel:
     """The weights and gradients of ``model`` of at least ``minimum_bytes`` each, kept in ``store`` until restored.
 
-    ``limit`` is the bytes of device memory for everything. ``grown`` is called when an operator needs more weights at
-    one time than :attr:`limit_bytes` allowed. Parameters stay on the device if they share memory with other tensors, if
-    they are not contiguous, if they are of a subclass of ``nn.Parameter``, or if they belong to a TorchScript module.
+    ``limit`` is the limit of device memory, in bytes, for everything. ``grown`` is called when an operator needs more
+    weights at one time than :attr:`limit_bytes` allowed. Parameters stay on the device if they share memory with other
+    tensors, if they are not contiguous, if they are of a subclass of ``nn.Parameter``, or if they belong to a
+    TorchScript module.
     """
 
     def __init__(
@@ -143,8 +144,8 @@ class OffloadedModel:
     def limit_bytes(self) -> int:
         """The most bytes of weights and gradients on the device at one time.
 
-        It includes one gradient more than a block has, because the backward of a first layer creates a gradient without
-        reading the weight.
+        It includes one gradient in addition to those of a block, because the backward of a first layer creates a
+        gradient without reading the weight.
         """
         self._largest = max((p.nbytes for p in self._block_of if p.requires_grad), default=0)
         return self._offloaded.limit_bytes + self._largest
@@ -176,8 +177,8 @@ class OffloadedModel:
     def enter(self, parameters: Iterable[nn.Parameter], *, backward: bool = False) -> None:
         """Wait until all ``parameters`` are on the device.
 
-        They stay there until other blocks are entered and, in a ``backward``, at least until the running autograd node
-        ends.
+        They stay there until parameters of other blocks are needed. With ``backward``, they stay at least until the
+        running autograd node ends.
         """
         if not self._open:
             return
@@ -234,8 +235,9 @@ class OffloadedModel:
         return None if parameter is None else SavedWeight(self, parameter, tensor)
 
     def check_unshared(self, parameter: nn.Parameter) -> None:
-        """Raise :class:`ConfigError` if views of a weight exist on the
-        device, because they would not get a new value.
+        """Raise :class:`ConfigError` if views of the weight exist on the device.
+
+        They would not get the new value that is about to be assigned.
         """
         if self._offloaded.is_referenced(self._block_of[parameter]):
             raise ConfigError(
@@ -333,7 +335,7 @@ class OffloadedModel:
     def put_back(self, parameter: nn.Parameter) -> None:
         """Write a fetched gradient to the store if it was changed, and free it on the device.
 
-        If an alias of the gradient exists, it stays on the device and is not stored.
+        If an alias of the gradient exists, the gradient stays on the device and is not stored.
         """
         if parameter not in self._fetched:
             return
@@ -376,8 +378,8 @@ class OffloadedModel:
     def lend(self, parameters: Iterable[Tensor], *, gradients_change: bool) -> None:
         """Make ``parameters`` plain parameters with plain gradients on the device, for a step of their optimizer.
 
-        This ends with :meth:`return_lent` or when the next block is entered. Parameters that are not offloaded are
-        ignored. ``gradients_change``: the step may change gradients without changing their versions.
+        This state ends with :meth:`return_lent`, or when another block is needed. Parameters that are not offloaded are
+        ignored. With ``gradients_change``, the step may change gradients without changing their versions.
         """
         mine = [p for p in parameters if isinstance(p, nn.Parameter) and self.holds(p)]
         if not mine:
@@ -392,15 +394,16 @@ class OffloadedModel:
         self._leased = mine
 
     def return_lent(self) -> None:
-        """End the last :meth:`lend`, and write the gradients that were changed.
+        """End the last :meth:`lend`, and write the gradients that the step changed.
 
-        Weights are written when they are evicted.
+        Changed weights are written later, when their block is evicted.
         """
         self._take_back()
 
     def end_step(self) -> None:
-        """End the last :meth:`lend` after an optimizer step, and expect the
-        next step to use the blocks in the same order.
+        """End the last :meth:`lend` after an optimizer step.
+
+        The next step is then expected to use the blocks in the same order.
         """
         self._take_back()
         self._collect_kept()
@@ -526,7 +529,7 @@ class OffloadedModel:
 
 
 class _ModuleHook:
-    """A hook of a module that does nothing in a copy of the module."""
+    """A hook of a module. In a copy of the module, the hook does nothing."""
 
     def __init__(self, run: Callable[[nn.Module], None]) -> None:
         self._run = run
@@ -599,7 +602,7 @@ def _may_move(parameter: nn.Parameter) -> bool:
 def _refuse_reducers(model: nn.Module) -> None:
     """Raise :class:`ConfigError` for DataParallel, DistributedDataParallel, and process groups of several ranks.
 
-    These would sum gradients on the device.
+    They sum gradients on the device, which does not work with offloaded gradients.
     """
     wrappers = nn.DataParallel, nn.parallel.DistributedDataParallel
     wrapper = next((m for m in model.modules() if isinstance(m, wrappers)), None)

@@ -20,9 +20,7 @@ Rebuild = Callable[[Iterator[Tensor]], Tensor]
 
 
 def parts(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors whose memory holds a tensor's data on this
-    rank: the tensor itself, or its inner tensors.
-    """
+    """Return the plain tensors that hold a tensor's data on this rank: the tensor itself, or its inner tensors."""
     return take_apart(tensor)[0]
 
 
@@ -47,7 +45,7 @@ def wraps(tensor: Tensor) -> bool:
 def take_apart(tensor: Tensor) -> tuple[list[Tensor], Rebuild]:
     """Return a tensor's plain tensors, and a function that rebuilds the tensor subclass from replacements of them.
 
-    The function references none of the original tensors.
+    The function does not reference the original tensors.
     """
     if not wraps(tensor):
         return [tensor], next

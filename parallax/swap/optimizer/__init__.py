@@ -1,1 +1,1 @@
-"""Optimizer steps on the host with offloaded states, which run during the next forward."""
+"""Optimizer steps with offloaded states, taken on the host while the next forward runs."""

@@ -1,8 +1,8 @@
 """Averaged weights (EMA), kept as one more optimizer state of each parameter.
 
 So averages are offloaded, sharded, saved and counted like all other states, in the precision of the master weights. An
-average starts as the weights before the parameter's first step. The share of the new weights is a setting of the
-parameter groups, like the learning rate.
+average starts as the weights before the parameter's first step. The share is the fraction of the new weights in an
+updated average. It is a setting of the parameter groups, like the learning rate.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _EXCHANGED_ELEMENTS = 2**20  # elements that are copied at one time
 
 
 def averaging(optimizer: Optimizer) -> Optimizer:
-    """Make the steps of ``optimizer``, and of its clones, also update averaged weights. Return ``optimizer``.
+    """Make each step of ``optimizer``, and of its clones, also update averaged weights. Return ``optimizer``.
 
-    Its class is replaced by a subclass.
+    The class of ``optimizer`` is replaced by a subclass.
     """
     kind: Any = type(optimizer)
     optimizer.__class__ = _averaging(kind)
@@ -37,9 +37,9 @@ def averaging(optimizer: Optimizer) -> Optimizer:
 
 
 def set_share(optimizer: Optimizer, share: float | None) -> None:
-    """Set the share of the new weights in the averages at the next step.
+    """Set the fraction of the new weights in the averages that the next step computes.
 
-    None exchanges weights and averages instead.
+    With None, the next step exchanges weights and averages and does nothing else.
     """
     for group in optimizer.param_groups:
         group[SHARE] = share

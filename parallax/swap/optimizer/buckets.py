@@ -1,6 +1,5 @@
-"""Buckets: groups of parameters that the host optimizer steps
-together, and the memory of their states between steps.
-"""
+"""Buckets: groups of parameters that the host optimizer steps together, and the memory of their states between
+steps."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ CLIP_GROUP = "clip_group"  # key of a parameter group: the number of its correct
 class Correction(NamedTuple):
     """A change of gradients before a step: scaling, then clamping.
 
-    Gradients are multiplied by ``coefficient`` (None: 1), and then each element is clamped to ±``bound`` (0: no
-    clamping).
+    Gradients are multiplied by ``coefficient``, or unchanged if it is None. Then each element is clamped to ±``bound``;
+    0 means no clamping.
     """
 
     coefficient: Tensor | None = None
@@ -63,7 +62,10 @@ class _BucketPlace(NamedTuple):
 
 
 class Bucket:
-    """The weights of one bucket, and the optimizer that steps them."""
+    """The weights of one bucket, and the optimizer that steps them.
+
+    ``owner`` is the replica that steps the bucket, or None if each replica steps its own copy.
+    """
 
     def __init__(
         self,
@@ -94,7 +96,7 @@ class Bucket:
         self._counters = GroupCounters(self._kernel)
 
     def take_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy the states that ``optimizer`` has created before its first step."""
+        """Copy the states that ``optimizer`` already had before the bucket's first step."""
         for index, segment in enumerate(self.segments):
             for key, value in optimizer.state.get(segment.parameter, {}).items():
                 self.states(index)[key] = self._part(value, segment)
@@ -105,8 +107,10 @@ class Bucket:
         return self.places[-1].stop if self.places else 0
 
     def step(self, settings: Sequence[dict[str, Any]], corrections: Sequence[Correction]) -> None:
-        """Step once with the ``settings`` of each parameter group, after
-        applying the group's correction to the gradients.
+        """Take one step.
+
+        ``settings`` has the settings of each parameter group. First, each group's entry in ``corrections`` is applied
+        to the gradients of the group.
         """
         for group, index, given in zip(self._kernel.param_groups, self._groups, self._given):
             # Only what has changed: a step may count in its group.
@@ -187,7 +191,8 @@ class Bucket:
         self.places = tuple(places)
 
     def unload(self, flat: Tensor) -> None:
-        """Copy the states into the byte buffer ``flat``, unless they are views of it already, and release them."""
+        """Copy the states into the byte buffer ``flat``, unless they are views of it already. Then release the
+        states."""
         for place in self.places:
             view, held = _view(flat, place), self._held(place.segment)[place.key]
             if held.data_ptr() != view.data_ptr():
@@ -212,7 +217,7 @@ class Bucket:
 
 
 class StatesInMemory:
-    """Optimizer states that stay in host memory between steps, without transfers."""
+    """Optimizer states that stay in host memory between steps. Its methods are no-ops."""
 
     def prefetch(self, bucket: Bucket) -> None:
         pass
@@ -248,7 +253,7 @@ class StatesInStore:
         self._writing: list[tuple[Tensor, Pending]] = []
 
     def prefetch(self, bucket: Bucket) -> None:
-        """Begin to read the states of ``bucket``, which is stepped next."""
+        """Begin to read the states of ``bucket``, the bucket to be stepped next."""
         slot = self._slots.get(bucket)
         if slot is not None and bucket not in self._reading:
             flat = torch.empty(slot.size, dtype=torch.uint8)
@@ -288,7 +293,7 @@ class StatesInStore:
             each.clear()
 
     def unload(self, bucket: Bucket) -> None:
-        """Release states that were only read. The stored states remain valid."""
+        """Release states that were loaded but not changed. The stored states remain valid."""
         flat = self._loaded.pop(bucket, None)
         if flat is not None:
             bucket.unload(flat)
@@ -299,9 +304,9 @@ class StatesInStore:
 
 
 def joined(parts: Iterable[Mapping[str, Tensor]], parameter: Tensor) -> dict[str, Tensor]:
-    """Return the state of a whole parameter, joined from the states of its segments.
+    """Return the state of a whole parameter, joined from ``parts``, the states of its segments.
 
-    Scalars are equal in all segments.
+    Scalars are equal in all segments, so the first is used.
     """
     found: dict[str, list[Tensor]] = {}
     for part in parts:
@@ -351,9 +356,10 @@ def _join(values: list[Tensor], parameter: Tensor) -> Tensor:
 
 
 def _part_of_state(value: Tensor, segment: ParameterSegment, *, in_place: bool) -> Tensor:
-    """Return a copy of a segment's part of the state ``value``, in the memory layout of the stepped tensor.
+    """Return a copy of a segment's part of the state ``value``, in the memory layout of the tensor that is stepped.
 
-    The layout is the parameter's if it is stepped ``in_place``, otherwise contiguous on the host.
+    That layout is the parameter's if the parameter is stepped ``in_place``. Otherwise the result is contiguous, on the
+    host.
     """
     device = segment.parameter.device if in_place else torch.device("cpu")
     value = value.detach().to(device).contiguous()
@@ -371,7 +377,7 @@ def _view(flat: Tensor, place: _BucketPlace) -> Tensor:
 
 
 def _stride(value: Tensor) -> tuple[int, ...]:
-    """Return the strides of ``value`` if its elements fill a range of memory in some order, otherwise contiguous
+    """Return the strides of ``value`` if its elements fill a range of memory without holes, otherwise contiguous
     strides.
 
     Kernels iterate in memory order, so weights and states need equal layouts.

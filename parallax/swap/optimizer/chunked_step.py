@@ -1,7 +1,7 @@
 """Take one optimizer step in pieces, each of which updates a subset of the parameters.
 
-A copy of the optimizer with only this subset takes each piece. At the end, the changes that the copies made are merged
-into the optimizer.
+Each piece is stepped by a clone of the optimizer that has only this subset of the parameters, the piece's stand-in. At
+the end, the changes that the stand-ins made to groups and attributes are copied into the optimizer.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Piece = list[tuple[int, Tensor]]  # (index of the parameter group, parameter)
 class ChunkedStep:
     """One optimizer step that is taken in pieces.
 
-    Every piece begins with the values from before the step. So all pieces must make equal changes to parameter groups
-    and to the optimizer's own attributes, such as counters.
+    Every piece begins with the parameter groups and attributes that the optimizer had before the step. So all pieces
+    must make equal changes to parameter groups and to the optimizer's own attributes, such as counters.
     """
 
     def __init__(self, optimizer: Optimizer, pieces: list[Piece]) -> None:
@@ -49,7 +49,8 @@ class ChunkedStep:
         self._pieces = pieces
 
     def stand_in(self, piece: Piece) -> Optimizer:
-        """Return an optimizer of the same class, settings and states that has only the parameters of ``piece``."""
+        """Return a clone of the optimizer, with the same settings and states, that has only the parameters of
+        ``piece``."""
         parameters: dict[int, list[Tensor]] = {}
         for index, parameter in piece:
             parameters.setdefault(index, []).append(parameter)
@@ -63,7 +64,10 @@ class ChunkedStep:
         return other
 
     def finish(self) -> None:
-        """Copy the changes that the step made in the stand-ins back to the optimizer."""
+        """Copy the changes of groups and attributes from the stand-ins to the optimizer.
+
+        Raises :class:`SwapError` if two stand-ins have changed a group's value differently.
+        """
         for other, groups in self._stand_ins:
             for key, value in vars(other).items():
                 if key not in ("param_groups", "state") and value is not self._attributes.get(key):
@@ -142,7 +146,7 @@ def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
 def evaluated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Run the closure of a step, and return the step's arguments with a closure that returns the computed loss.
 
-    So all pieces share one evaluation.
+    So all pieces of the step share one evaluation. Without a closure the arguments are returned unchanged.
     """
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):

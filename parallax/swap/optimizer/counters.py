@@ -1,7 +1,8 @@
 """Save the Python numbers that an optimizer counts, such as its steps, as tensors in a checkpoint.
 
-Some optimizers keep such a number in the state of each parameter, others in the parameter group. It is saved as a
-tensor whose name ends with the Python type. A number of a group is saved with each parameter of the group.
+Some optimizers keep such a number in the state of each parameter, others in the parameter group. Each number is saved
+as a tensor whose name ends with the number's Python type. A number of a group is saved with each parameter of the
+group.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class GroupCounters:
         self._groups = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
 
     def of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return the changed numbers in the group of ``parameter``, or an
-        empty dictionary if the parameter has no group.
+        """Return the numbers in the group of ``parameter`` that have changed.
+
+        The result is empty if no group has the parameter.
         """
         index = self._groups.get(parameter)
         if index is None:
@@ -45,9 +47,10 @@ class GroupCounters:
         return {_OF_GROUP + k: v for k, v in found.items() if v != built.get(k)}
 
     def restored(self, parameter: Tensor, states: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return saved ``states`` of a parameter, with tensors that encode Python numbers converted back to numbers.
+        """Return the saved ``states`` of a parameter, with tensors that encode Python numbers converted back to
+        numbers.
 
-        Numbers of the parameter's group are set in the group instead of being returned.
+        Numbers that belong to the parameter's group are set in the group and are not in the result.
         """
         found = {}
         for key, value in states.items():
@@ -85,6 +88,6 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parts(key: str) -> tuple[str, str | None]:
-    """Return the name of a saved state without its type suffix, and the suffix, or None if it has no suffix."""
+    """Return the name of a saved state without its type suffix, and the suffix. The suffix is None if there is none."""
     suffix = next((each for each in _TYPES if key.endswith(each)), None)
     return (key if suffix is None else key.removesuffix(suffix)), suffix

@@ -1,10 +1,11 @@
 """The host optimizer: exact optimizer steps on the host, while the next forward runs.
 
 With clipping by the global gradient norm, an exact step must wait for the last gradient of the last stage, so it cannot
-run during the backward. But the next forward needs the weights of one block at a time. So gradients are copied to the
-host while the backward runs, the norm is computed as usual, and :meth:`HostOptimizer.commit` only begins the step: a
-thread steps bucket after bucket in the order of the forward. The forward waits (:meth:`HostOptimizer.ready`) for the
-buckets of its next block only. No step is speculative, and kernels and operands are those of the given optimizer.
+run during the backward. But the next forward needs the weights of only one block at a time. So gradients are copied to
+the host while the backward runs, and the norm is computed as usual. Then :meth:`HostOptimizer.commit` only begins the
+step: a thread steps bucket after bucket in the order of the forward. The forward waits (:meth:`HostOptimizer.ready`)
+only for the buckets of its next block. No step is speculative, and kernels and operands are those of the given
+optimizer.
 
 ::
 
@@ -60,9 +61,9 @@ _FEWEST_BUCKETS = 4  # so that the first block does not wait for all
 
 
 class Exchange(Protocol):
-    """The interface to data-parallel replicas that share one copy of the optimizer states (as in ZeRO-1).
+    """The interface to data-parallel replicas that together hold one copy of the optimizer states (as in ZeRO-1).
 
-    Each replica steps the parameters that it owns, and broadcasts the new weights.
+    Each replica steps the parameters that it owns, and broadcasts their new weights.
     """
 
     def owner(self, parameter: Tensor) -> int:
@@ -84,20 +85,23 @@ def owner_of(exchange: Exchange | None, parameter: Tensor) -> int:
 
 
 def owns(exchange: Exchange | None, parameter: Tensor) -> bool:
-    """Whether this replica steps ``parameter``. True if the replicas share no optimizer states."""
+    """Whether this replica steps ``parameter``. It is True if there is no ``exchange``, so that every replica steps
+    all."""
     return exchange is None or exchange.owns(parameter)
 
 
 class HostOptimizer:
     """Steps the parameters of ``optimizer`` on the host.
 
-    ``optimizer`` itself never steps; its groups give the parameters and settings. It must be of a class that steps each
-    parameter independently. ``parameters`` are in the order of the forward. ``store`` holds the states between steps;
-    None: host memory.
-
-    ``extra``: further buckets with their own weights and gradients (offloaded parameters), which come last, in the
-    order of the forward. Replicas do not share the states of these buckets. ``divides``: a bucket may contain a part of
-    a parameter.
+    ``optimizer``   gives the parameters, their groups and the settings. It never steps itself. Its class must step each
+                    parameter independently.
+    ``parameters``  the parameters to step, in the order of the forward
+    ``copies``      copy engine of the device
+    ``store``       holds the states between steps; None keeps them in host memory
+    ``exchange``    the replicas that share one copy of the states; None if each replica steps all parameters
+    ``extra``       further buckets with their own weights and gradients (offloaded parameters), in the order of the
+                    forward. They are stepped last, and replicas do not share their states.
+    ``divides``     a bucket may contain a part of a parameter
     """
 
     def __init__(
@@ -168,9 +172,9 @@ class HostOptimizer:
         self._rates.set(factor)
 
     def reduced(self, parameter: Tensor) -> None:
-        """Note that the gradient of ``parameter`` is final.
+        """Note that the gradient of ``parameter`` does not change any more before the step.
 
-        When all gradients of a bucket are final, they are copied to the host.
+        When this is true for all gradients of a bucket, they are copied to the host.
         """
         for bucket in self._buckets_of.get(parameter, ()):
             bucket.pending_gradients -= 1
@@ -178,9 +182,10 @@ class HostOptimizer:
                 bucket.weights.reduced()
 
     def commit(self, corrections: Sequence[Correction] = ()) -> None:
-        """Begin the step.
+        """Begin the step, on another thread.
 
-        ``corrections`` are the changes of gradients before the step, indexed by the group's ``clip_group``.
+        ``corrections`` are the changes of gradients before the step. A parameter group's setting ``clip_group`` is the
+        index of its correction.
         """
         self.finish()
         settings = [
@@ -209,7 +214,8 @@ class HostOptimizer:
     def ready(self, parameters: Iterable[Tensor]) -> None:
         """Wait until the device's current stream may use the new values of ``parameters``.
 
-        Raises :class:`SwapError` after a failed step: some weights are updated and others not, until all are set again.
+        Raises :class:`SwapError` after a failed step, which has updated only some weights. The error is raised until
+        all weights and states are set again (:meth:`reset`).
         """
         self._check()
         for parameter in parameters:
@@ -222,7 +228,10 @@ class HostOptimizer:
         self._flush()
 
     def reset(self) -> None:
-        """Drop all states, and forget a failed step. The caller has set valid weights on the device or in the store."""
+        """Drop all states, and forget a failed step.
+
+        The caller must have set valid weights on the device or, if offloaded, in the store.
+        """
         for bucket in self._buckets:
             if bucket.future is not None:
                 wait([bucket.future])
@@ -240,7 +249,7 @@ class HostOptimizer:
             bucket.weights.skip()
 
     def zero_grad(self) -> None:
-        """Set all gradients to zero, unless a step is running, which zeroes them itself."""
+        """Set all gradients to zero, unless a step is running. A running step sets them to zero itself."""
         if all(bucket.future is None for bucket in self._buckets):
             for bucket in self._buckets:
                 bucket.weights.skip()  # waits for gradients under copy to the host
@@ -275,7 +284,7 @@ class HostOptimizer:
     def close(self) -> None:
         """End the threads after the running step.
 
-        After a failed step, broadcasts are not waited for, because other replicas may never send their weights.
+        After a failed step, the call does not wait for broadcasts, because other replicas may never send their weights.
         """
         self._stepping.shutdown(wait=True, cancel_futures=self._failure is not None)
         if self._broadcasting is not None:
@@ -319,7 +328,7 @@ class HostOptimizer:
     def _noting_failure(self) -> Iterator[None]:
         """A context that records an error raised inside.
 
-        Then no bucket is stepped or broadcast until all states are set again.
+        After that, no bucket is stepped or broadcast until :meth:`reset` is called.
         """
         self._check()
         try:

@@ -1,8 +1,8 @@
 """Offloaded weights and gradients of a block in the store.
 
 Weights are stored in chunks, each in one slot. Gradients are stored per parameter. A chunk is also a bucket of the host
-optimizer, which reads the chunk's weights and gradients into host memory and writes the new weights. This makes the
-device's copy of the weights stale.
+optimizer. For a step, the host optimizer reads the chunk's weights and gradients into host memory and writes the new
+weights to the store. If the weights are also on the device, that copy is then stale.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ChunkStore:
         return slot, pending
 
     def write_behind(self, data: Tensor) -> tuple[StoreSlot, Pending]:
-        """Begin to write ``data`` from host memory, and keep it alive until the transfer ends.
+        """Begin to write ``data`` from host memory, and keep the tensor alive until the transfer ends.
 
         If two earlier buffers are still being written, the call waits first.
         """
@@ -66,7 +66,8 @@ class ChunkStore:
         return self._store.read(slot, target)
 
     def check(self, slot: StoreSlot, data: Tensor) -> None:
-        """Raise :class:`SwapError` if verification is on and ``data`` differs from the bytes written."""
+        """Raise :class:`SwapError` if ``data`` differs from the bytes written to ``slot``. Without verification, do
+        nothing."""
         if self._sums is not None and self._sums[slot] != checksum(data):
             raise SwapError(
                 f"{slot.size} bytes at byte {slot.offset} of the {self._store.tier} tier are not what was written: "
@@ -85,9 +86,10 @@ class ChunkStore:
 
 
 class GradientWrite:
-    """A running write of a gradient, or of a part of it, to new slots.
+    """A running write of a gradient, or of a part of it.
 
-    The caller keeps the source until the write has ended.
+    The new values go to new slots of the store, and the slots of the previous values are freed afterwards. The caller
+    must keep the source tensor unchanged until the write has ended.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class Gradient:
     def norm(self) -> Tensor | None:
         """The norm of the gradient, on the device; None if there is none.
 
-        It is exact if the gradient was written in one piece.
+        It is exact if the gradient was written in one piece. Otherwise it is computed from the norms of the pieces.
         """
         norms = list(self._norms.values())
         if len(norms) < 2:
@@ -137,9 +139,9 @@ class Gradient:
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def write(self, total: Tensor, segments: Sequence[ParameterSegment] = ()) -> GradientWrite:
-        """Begin to write ``total`` over the stored gradient.
+        """Begin to write ``total`` in place of the stored gradient.
 
-        ``segments`` are the adjacent segments that ``total`` consists of; by default it is the whole gradient.
+        ``total`` consists of the adjacent ``segments``; by default it is the whole gradient.
         """
         segments = segments or self.segments
         flat, first, begun = total.detach().reshape(-1), segments[0].start, []
@@ -155,7 +157,7 @@ class Gradient:
         return GradientWrite(self._tier, begun)
 
     def is_written(self, segment: ParameterSegment) -> bool:
-        """Whether ``segment`` can be read without waiting for its write."""
+        """Whether ``segment`` can be read without waiting for a running write."""
         place = self._places.get(segment)
         return place is None or has_ended(place[1])
 
@@ -163,7 +165,8 @@ class Gradient:
         self._tier.check(self._places[segment][0], _bytes(data))
 
     def read(self, segment: ParameterSegment, target: Tensor) -> Pending | None:
-        """Begin to read one segment into ``target``; return None if none is stored."""
+        """Begin to read one segment into ``target``, and return the transfer. Return None if the segment is
+        not stored."""
         place = self._places.get(segment)
         if place is None:
             return None
@@ -188,7 +191,7 @@ class Gradient:
     def read_for_step(self, segment: ParameterSegment) -> Tensor | None:
         """Return one segment in host memory, in the dtype in which it is stepped.
 
-        Return zeros if the gradient was set to zero, and None if there is no gradient.
+        The result is zeros if the gradient was set to zero, and None if there is no gradient.
         """
         if not self.seen:
             return None
@@ -219,8 +222,8 @@ class Chunk:
     """Consecutive parameters of a block, or parts of them, in one slot of the store.
 
     A chunk is a bucket of the host optimizer (:class:`~parallax.swap.weights.BucketWeights`). If the weights' dtype has
-    too little precision for steps, a full-precision master copy has a second slot. When the weights move to a new slot,
-    ``retire_slot`` is called with the previous slot, which a running read may still use.
+    too little precision for steps, a second slot holds a full-precision master copy. When the weights move to a new
+    slot, ``retire_slot`` is called with the previous slot, because a running read may still use that slot.
     """
 
     def __init__(
@@ -245,14 +248,14 @@ class Chunk:
         ] = []  # empty: the chunk stores its master in a slot of its own
 
     def reduced(self) -> None:
-        """Note that the next optimizer step will make the device's copy stale.
+        """Note that the next optimizer step will make the device's copy of the weights stale.
 
         The gradients are already in the store.
         """
         self.updating = True
 
     def commit(self, unused: Event) -> None:
-        """No-op: the step does not use the device's copy."""
+        """No-op: the step does not use the device's copy of the weights."""
 
     def tensors_to_step(self) -> list[tuple[Tensor, Tensor | None]]:
         """Return the weights and gradients of each segment, read into host memory."""
@@ -286,7 +289,7 @@ class Chunk:
             offset += span(segment)
 
     def publish(self) -> None:
-        """Begin to write the new weights, and set the gradients to zero."""
+        """Begin to write the new weights to the store, and set the gradients to zero."""
         assert self._host is not None
         host, self._host = self._host, None
         steps, self._steps = self._steps, []
@@ -301,7 +304,7 @@ class Chunk:
         """No-op: :meth:`OffloadedParameters.enter` reads the new weights and waits for them."""
 
     def skip(self) -> None:
-        """Note that the device's copy stays valid because no step follows."""
+        """Note that no step follows, so the device's copy of the weights stays valid."""
         self.updating = False
 
     def reset(self) -> None:
@@ -318,7 +321,8 @@ class Chunk:
             self._host = None
 
     def restore(self, index: int, master: Tensor | None) -> None:
-        """Set the master copy of one segment after its weights were set; None derives it from the weights."""
+        """Set the master copy of one segment. The caller has already set its weights; None derives the master from
+        them."""
         if master is None:
             self.drop_master()
         elif self._is_short:
@@ -328,9 +332,9 @@ class Chunk:
             self._write_master(steps)
 
     def put(self, slot: StoreSlot, pending: Pending) -> None:
-        """Make ``slot`` the slot of the weights, written by the transfer ``pending``.
+        """Make ``slot`` the slot of the weights, which the transfer ``pending`` writes.
 
-        The device's copy becomes stale.
+        The device's copy of the weights becomes stale.
         """
         with self._tier.lock:
             self._wait_for_write()  # the previous slot may be reused next
@@ -357,13 +361,14 @@ class Chunk:
         self._slot = self._pending = None
 
     def drop_master(self) -> None:
-        """Drop the master copy, because the weights in the device's dtype were set and are authoritative."""
+        """Drop the master copy, because new weights were set in the device's dtype. A new master will be made from
+        them."""
         if self._master is not None:
             self._tier.free(self._master)
             self._master = None
 
     def _wait_for_write(self) -> None:
-        """Wait until the weights are written, ignoring errors of the write."""
+        """Wait until the write of the weights has ended, and ignore its errors."""
         if self._pending is not None:
             with contextlib.suppress(SwapError):
                 self._pending.wait()
@@ -377,8 +382,8 @@ class Chunk:
     def _full(self) -> list[Tensor]:
         """Return the weights of each segment in the dtype in which they are stepped, read into host memory.
 
-        They are read from the master copy if there is one. Otherwise the weights are read in the device's dtype into
-        the memory that :meth:`exchange_tensors` returns, and converted.
+        They are read from the master copy if there is one. Otherwise they are read in the device's dtype into the
+        memory that :meth:`exchange_tensors` returns, and then converted.
         """
         low = self.exchange_tensors()
         if self._master is None:

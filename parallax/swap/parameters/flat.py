@@ -3,7 +3,8 @@
 A parameter keeps its identity, its version, and the storage that tensors saved by autograd share with it. Only the
 bytes of that storage are freed (``resize_(0)``, as in FSDP: Zhao et al. 2023, section 4.3) and read again before use.
 So no saved-tensor hook is needed, and a weight saved in the forward is the same weight in the backward. While the bytes
-are offloaded, the parameter is a view of NaN, because a kernel that reads a storage without bytes kills the process.
+are offloaded, the parameter is a view of a single NaN, because a kernel that reads a storage without bytes would crash
+the process.
 
 ::
 
@@ -42,8 +43,10 @@ class _State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class _FlatPlace:
-    """A parameter, its view of the block's storage, and the placeholder
-    that replaces the view while it is offloaded.
+    """A parameter of a block, in the block's storage.
+
+    ``resident`` is the parameter's view of the storage, and ``placeholder`` is the tensor that replaces this view while
+    the bytes are offloaded.
     """
 
     parameter: nn.Parameter
@@ -54,8 +57,8 @@ class _FlatPlace:
 class FlatParameter:
     """The offloaded parameters of one block. The constructor offloads them from the device.
 
-    The main thread moves the bytes. The optimizer's thread only writes new bytes to the store (:meth:`Chunk.put`),
-    which makes the device's copy ``stale``.
+    The main thread transfers bytes between the device and the store. The optimizer's thread only writes new weights to
+    the store (:meth:`Chunk.put`), which makes the device's copy ``stale``.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class FlatParameter:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether no bytes are on the device."""
+        """Whether none of the block's bytes are on the device."""
         return self._state is _State.OFFLOADED
 
     @property
@@ -118,7 +121,7 @@ class FlatParameter:
         return self._gradients[parameter]
 
     def clear_gradients(self, *, to_none: bool) -> None:
-        """Set gradients to zero or None, except gradients that a running step uses and then zeroes itself."""
+        """Set gradients to zero or None, except those that a running step uses. That step sets them to zero itself."""
         for parameter in self._given:
             parameter.grad = None
             if not any(chunk.updating for chunk in self.chunks if chunk.holds(parameter)):
@@ -155,7 +158,8 @@ class FlatParameter:
         self._state, self._versions, self.changed = _State.RESIDENT, self._version(), False
 
     def release(self) -> None:
-        """Free the parameters' memory on the device, after writing them to the store if they were changed in place."""
+        """Free the parameters' memory on the device. If they were changed in place, they are written to the store
+        first."""
         if self._state is _State.READING:
             for pending in self._reads:
                 with contextlib.suppress(SwapError):
@@ -237,7 +241,7 @@ class FlatParameter:
         self._free_unused()
 
     def _free_unused(self) -> None:
-        """Free the previous slots of chunks when no read uses them any more."""
+        """Free the slots that chunks used before their current ones, as soon as no read uses them any more."""
         if self._unused and all(has_ended(pending) for pending in self._reads):
             for slot in self._unused:
                 self.tier.free(slot)
@@ -246,7 +250,7 @@ class FlatParameter:
     def renew_storage(self) -> None:
         """Replace the storage if it can no longer be resized.
 
-        The caller guarantees that no other code references it.
+        The caller guarantees that no other code references the storage.
         """
         if self.size and not self.storage.resizable():
             self._write_back()
@@ -322,7 +326,7 @@ _Make = Callable[[list[nn.Parameter]], FlatParameter]
 
 
 def lay_out(blocks: Iterable[Iterable[nn.Parameter]], make: _Make) -> list[FlatParameter]:
-    """Return one :class:`FlatParameter` per block, made before the iterator is asked for the next block.
+    """Return one :class:`FlatParameter` per block. Each is made before the next block is taken from the iterable.
 
     Parameters stay on the device if several blocks use them, if they share memory with other tensors, or if they are
     not plain contiguous memory. A parameter of several blocks is detected at its second block and then put back on the
@@ -340,10 +344,10 @@ def lay_out(blocks: Iterable[Iterable[nn.Parameter]], make: _Make) -> list[FlatP
 
 
 class _Layout:
-    """The blocks laid out so far.
+    """The :class:`FlatParameter` of each block so far.
 
-    ``_original_storages`` maps the id of a storage to the storage and the offloaded parameter that used it. It is used
-    to detect another tensor that still holds a parameter's original storage.
+    ``_original_storages`` maps the id of a storage to the storage and the offloaded parameter that used it. With it, a
+    tensor of a later block that still shares this storage is detected.
     """
 
     def __init__(self, make: _Make) -> None:

@@ -11,14 +11,15 @@ in the order in which autograd would sum them on the device, so the result is bi
                    …
              │ block 2 runs │ block 1 is read │ gradients of block 3 are written │        backward
 
-If a block computes several micro-batches before the next block does, its weights are read once for all of them, and its
-gradients stay on the device until the last micro-batch (:meth:`OffloadedParameters.hold_gradients`).
+If a block computes several micro-batches before the next block does, its weights are read once for all of them. Its
+gradients then stay on the device until the last micro-batch (:meth:`OffloadedParameters.hold_gradients`).
 
 The weight-gradient pass of a split backward computes gradients without autograd. It adds them to the stored gradients
 between :meth:`OffloadedParameters.fetch_gradient` and :meth:`OffloadedParameters.offload_gradient`, without reading
 weights.
 
-The bytes on the device never exceed ``limit_bytes``: the ``window`` largest blocks, and the gradients of one block.
+The bytes on the device never exceed ``limit_bytes``, which allows the ``window`` largest blocks and the gradients of
+one block.
 """
 
 from __future__ import annotations
@@ -61,18 +62,18 @@ class ParameterStatistics:
 
 
 class GradientSink(Protocol):
-    """The interface of an object that receives the gradients of a step's
-    last backward before they are written to the store.
-    """
+    """The interface of an object that takes gradients of a step's last backward before they are written to the
+    store."""
 
     def accept(self, parameter: nn.Parameter, total: Tensor) -> Collection[ParameterSegment]:
-        """Copy some segments of ``total``, this rank's sum of gradients, and return them.
+        """Copy some segments of ``total``, this rank's sum of the gradients of ``parameter``, and return these
+        segments.
 
-        The other segments are written to the store.
+        The segments that are not returned are written to the store.
         """
 
     def accepted(self, parameter: nn.Parameter) -> None:
-        """Called after ``accept``, when the writes of the other segments have begun."""
+        """Note that the writes of the remaining segments have begun. Called after each ``accept``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +87,13 @@ class _PendingGradient:
 class OffloadedParameters:
     """The offloaded parameters of a stage.
 
-    Each of ``blocks`` is offloaded before the next one is requested, so a generator can create blocks that do not all
-    fit.
+    Each of ``blocks`` is offloaded before the next one is requested. So a generator can create blocks that do not all
+    fit on the device together.
 
     Parameters that several blocks use, that share memory with others, or that are not contiguous stay on the device
     with their gradients (:meth:`is_offloaded` is False). Offloaded parameters may be read or changed in place only
-    after :meth:`enter` of their block. An optimizer steps them through :attr:`chunks`, of at most ``chunk_bytes`` each;
-    without ``split``, a chunk contains whole parameters only. With ``keep_referenced``, a block stays on the device
+    after :meth:`enter` of their block. An optimizer steps them through :attr:`chunks`, of at most ``chunk_bytes`` each.
+    Without ``split``, a chunk contains whole parameters only. With ``keep_referenced``, a block stays on the device
     while other tensors share its memory, beyond the limit if necessary.
     """
 
@@ -171,7 +172,7 @@ class OffloadedParameters:
         return self.block_of_memory(tensor) is not None
 
     def block_of_memory(self, tensor: Tensor) -> int | None:
-        """Return the block whose memory ``tensor`` shares, or None."""
+        """Return the block whose memory ``tensor`` shares; None if it shares no memory with offloaded parameters."""
         return self._blocks_by_storage.get(id(tensor.untyped_storage()))
 
     def parameter_of(self, block: int, view: Tensor) -> nn.Parameter | None:
@@ -179,10 +180,10 @@ class OffloadedParameters:
         return self._flats[block].parameter_at(int(view.storage_offset()) * view.element_size())
 
     def attach(self, block: int, module: nn.Module) -> None:
-        """Add hooks to ``module``, the module of ``block``, that load its weights before they are used.
+        """Add hooks to ``module``, the module of ``block``, that load the block's weights before they are used.
 
-        They are loaded before each forward, including recomputation, and before the backward; and before hooks of the
-        module's own, which may use them, such as that of torch.nn.utils.spectral_norm.
+        They load the weights before each forward, including recomputation, and before the backward. They run before the
+        module's own forward hooks, because these may use the weights, as in torch.nn.utils.spectral_norm.
         """
         self._hooks.append(
             module.register_forward_pre_hook(lambda *_: self.enter(block), prepend=True)
@@ -195,9 +196,9 @@ class OffloadedParameters:
         )
 
     def before_backward(self, block: int, result: Any, given: Any = ()) -> None:
-        """Enter ``block`` when the backward reaches ``result``, the output of the block.
+        """Load the weights of ``block`` when the backward reaches ``result``, the output of the block.
 
-        Tensors of the inputs ``given`` that the block returns unchanged are ignored.
+        Inputs of the block (``given``) that it returns unchanged are not treated as its outputs.
         """
         passed = {tensor.grad_fn for tensor in tensors_in(given)}
         for node in {tensor.grad_fn for tensor in tensors_in(result)} - passed:
@@ -205,9 +206,10 @@ class OffloadedParameters:
                 node.register_prehook(lambda _: self._enter_backward(block))
 
     def enter(self, *blocks: int, backward: bool = False) -> None:
-        """Wait until the device's current stream may use the weights of ``blocks``, and begin to read the next block.
+        """Load ``blocks``: wait until the device's current stream may use their weights, and begin to read the next
+        block.
 
-        In a ``backward``, memory for the gradients of the last of ``blocks`` is reserved.
+        With ``backward``, memory for the gradients of the last of ``blocks`` is reserved.
         """
         returns = backward or torch.is_grad_enabled()
         with self.lock, torch.no_grad():
@@ -222,7 +224,7 @@ class OffloadedParameters:
                 self._load(flat)
 
     def _load(self, flat: FlatParameter) -> None:
-        """Load one of the blocks in use, and begin to read the next block."""
+        """Load the weights of one block that is about to be used, and begin to read the next block."""
         start = time.perf_counter()
         self._collect_written()
         try:
@@ -241,9 +243,8 @@ class OffloadedParameters:
         self._statistics.stall_seconds += time.perf_counter() - start
 
     def extend_limit(self, blocks: Iterable[int]) -> bool:
-        """Raise the limits if ``blocks`` with their gradients exceed them
-        together; return whether the limits were raised.
-        """
+        """Raise the limits if ``blocks`` and their gradients together exceed them; return whether the limits were
+        raised."""
         flats = [self._flats[block] for block in blocks]
         weights = sum(flat.size for flat in flats)
         total = weights + sum(flat.gradient_bytes for flat in flats)
@@ -258,10 +259,10 @@ class OffloadedParameters:
         return self._flats[block].is_referenced
 
     def note_change(self, block: int) -> None:
-        """Mark ``block``, which is on the device, as changed, so that its weights are written before their memory is
-        freed.
+        """Mark the weights of ``block``, which is on the device, as changed, because they may have been changed via an
+        alias.
 
-        They may have been changed through an alias.
+        They are then written to the store before their memory is freed.
         """
         self._flats[block].changed = True
 
@@ -274,8 +275,8 @@ class OffloadedParameters:
     def hold_gradients(self, hold: bool) -> Iterator[None]:
         """A context for a backward of one block.
 
-        With ``hold`` the next backward runs through the same block, so gradients stay on the device and are summed
-        there. Otherwise all gradients of the block are written to the store.
+        With ``hold``, the next backward runs through the same block. So its gradients stay on the device and are summed
+        there. Without ``hold``, all gradients of the block are written to the store.
         """
         self._holds = hold
         try:
@@ -297,8 +298,8 @@ class OffloadedParameters:
     def norm_terms(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """Return tensors whose total norm is exactly the norm of all gradients of ``parameters``.
 
-        They are the gradients of parameters that stay on the device, and the norms of offloaded gradients, in fp32 or
-        wider.
+        They are the gradients of the parameters that stay on the device, and the norms of the offloaded gradients.
+        These norms are in fp32 or a wider dtype.
         """
         found = []
         for parameter in parameters:
@@ -348,15 +349,14 @@ class OffloadedParameters:
     def gradient(self, parameter: nn.Parameter) -> Gradient:
         """Return the stored gradient of an offloaded parameter.
 
-        Hold :attr:`lock` while you begin to read or write it.
+        The caller must hold :attr:`lock` when it begins to read or write the gradient.
         """
         return self._flat_of[parameter].gradient(parameter)
 
     def zero_gradients(self, *, set_to_none: bool = False) -> None:
-        """Set gradients to zero or None before a step, except gradients that a running optimizer step uses and then
-        zeroes.
+        """Set gradients to zero or None before a step, except those that a running optimizer step uses and then zeroes.
 
-        The order of block visits of the last step becomes the expected order of the next step.
+        The order in which the last step used the blocks becomes the expected order of the next step.
         """
         with self.lock:
             while self._pending:
@@ -422,12 +422,13 @@ class OffloadedParameters:
             )
 
     def _limits(self) -> tuple[int, int, int]:
-        """Return three limits in bytes: of weights on the device, of weights and gradients together, and of gradients
-        that are being written.
+        """Return three limits in bytes: for weights on the device, for weights and gradients together, and for running
+        writes.
 
-        The second limit allows at least one block with its gradients and one gradient more, because adding a gradient
-        to the stored one needs both in memory. While a gradient is being written, the store holds its old and new
-        values, so its capacity includes one more block with gradients.
+        The second limit allows at least one block with its gradients and one further gradient, because adding a
+        gradient to the stored one needs both in memory. The third limit bounds the gradients that are being written.
+        While a gradient is being written, the store has its old and its new values, so the store's capacity includes
+        one more block with gradients.
         """
         sizes = [flat.size for flat in self._flats]
         largest = max(sizes, default=0)
@@ -438,7 +439,10 @@ class OffloadedParameters:
         return weights, limit, largest + gradients
 
     def _watch(self, flat: FlatParameter) -> None:
-        """Register gradient hooks on trained parameters. Some may have been unfrozen since the last call."""
+        """Register gradient hooks on those trained parameters of a block that have none yet.
+
+        Parameters may have been unfrozen since the last call.
+        """
         new = [p for p in flat.parameters if p.requires_grad and p not in self._watched]
         if new:
             self._hooks.extend(
@@ -452,9 +456,9 @@ class OffloadedParameters:
         """Set ``.grad`` of an offloaded parameter to the stored gradient, if there is one, so that the caller can add
         to it.
 
-        Memory for the gradient is reserved until :meth:`offload_gradient`, and the same amount is freed for the tensor
-        that the caller adds. Gradients that are fetched at the same time must belong to one block, and no backward may
-        run meanwhile. No-op for a parameter that stays on the device.
+        Memory for the gradient is reserved until :meth:`offload_gradient`. As much memory is freed for the tensor that
+        the caller adds. Gradients that are fetched at the same time must belong to one block, and no backward may run
+        meanwhile. For a parameter that stays on the device this is a no-op.
         """
         if parameter not in self._flat_of:
             return
@@ -477,9 +481,9 @@ class OffloadedParameters:
             self._statistics.stall_seconds += time.perf_counter() - start
 
     def offload_gradient(self, parameter: nn.Parameter) -> None:
-        """Begin to write ``.grad`` in place of the stored gradient, after :meth:`fetch_gradient`.
+        """Begin to write ``.grad`` in place of the stored gradient. Called after :meth:`fetch_gradient`.
 
-        No-op for a parameter that stays on the device.
+        For a parameter that stays on the device this is a no-op.
         """
         if parameter not in self._flat_of:
             return
@@ -528,7 +532,7 @@ class OffloadedParameters:
             self._statistics.stall_seconds += time.perf_counter() - start
 
     def _write_gradient(self, parameter: nn.Parameter, total: Tensor) -> None:
-        """Begin to write ``total``, the sum of a parameter's gradients, except segments that the sink accepts."""
+        """Begin to write ``total``, the sum of a parameter's gradients, without the segments that the sink accepts."""
         stored = self._flat_of[parameter].gradient(parameter)
         self._reserved = max(0, self._reserved - total.nbytes)
         taken = () if self.sink is None else self.sink.accept(parameter, total)
@@ -546,7 +550,7 @@ class OffloadedParameters:
         self._prefetch()
 
     def _prefetch(self) -> None:
-        """Begin to read the next blocks if they fit."""
+        """Begin to read the weights of the blocks expected next, if they fit."""
         for flat in self._expected_next():
             if flat.stale and not flat.is_offloaded:
                 flat.release()
@@ -563,7 +567,8 @@ class OffloadedParameters:
         """Wait until ``size`` more bytes fit, of which ``weights`` are weights.
 
         First, blocks that are not expected next are evicted. Then the call waits for gradients that are being written.
-        At last, blocks that are expected next are evicted.
+        Only then are blocks evicted that are expected next. If all bytes are in use, the call returns although ``size``
+        bytes do not fit.
         """
         while not self._fits(size, weights=weights):
             if self._evict():
@@ -583,7 +588,7 @@ class OffloadedParameters:
     def _evict(self, *, expected: bool = False) -> bool:
         """Evict one block that is not in use; return whether there was one.
 
-        ``expected`` includes blocks expected next.
+        Blocks that are expected next are evicted only if ``expected``.
         """
         spared = [] if expected else self._expected_next()
         for flat in self._flats:
@@ -642,7 +647,7 @@ class OffloadedParameters:
 class ResidentParameters:
     """The interface of :class:`OffloadedParameters` for a stage whose parameters all stay on the device.
 
-    ``blocks`` is iterated once.
+    The constructor iterates ``blocks`` once, so that a generator creates them.
     """
 
     chunks: tuple[Chunk, ...] = ()
@@ -699,8 +704,8 @@ class PrefetchOrder:
     """Records the order in which blocks run, and predicts which blocks run next.
 
     A step is expected to run the blocks in the order of the previous step. Without a previous step, or after a
-    deviation from its order, blocks are expected in the order of the chain and back. If the chain has no backward, they
-    are expected in the order of the chain again and again.
+    deviation from its order, the blocks are expected to run forward in the order of the stage and then backward. If
+    there is no backward, they are expected to run forward again and again.
     """
 
     def __init__(self) -> None:
@@ -709,9 +714,9 @@ class PrefetchOrder:
         self._same = self._returns = True
 
     def visit(self, block: int, *, returns: bool = True) -> bool:
-        """Record that ``block`` runs now; return whether another block ran before it.
+        """Record that ``block`` runs now; return whether it is another block than the one that ran last.
 
-        ``returns`` is True if the chain also has a backward.
+        ``returns`` is True if a backward through the blocks follows.
         """
         self._returns = returns
         if self._now and self._now[-1] == block:
@@ -729,7 +734,7 @@ class PrefetchOrder:
     def next_blocks(self, count: int, blocks: int) -> list[int]:
         """Return the next ``count`` blocks that are expected to run, or fewer if the order is unknown.
 
-        ``blocks`` is the number of blocks.
+        ``blocks`` is the number of blocks of the stage.
         """
         if self._same:
             return self._last[len(self._now) : len(self._now) + count]

@@ -19,7 +19,8 @@ _LONGEST_NAME = 255  # bytes, on every file system in use
 def private_file(directory: Path, remedies: Remedies = ENGINE) -> int:
     """Return the handle of a new file in ``directory`` that is already unlinked.
 
-    The file is opened relative to a handle of the directory, so no other process can replace the directory meanwhile.
+    The file is opened relative to a handle of the directory. So no other process can replace the directory between the
+    check and the opening.
     """
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +44,7 @@ def private_file(directory: Path, remedies: Remedies = ENGINE) -> int:
 
 
 def check_directory(directory: Path, remedies: Remedies) -> None:
-    """Raise the error that :func:`private_file` would raise in ``directory``. No file is left behind."""
+    """Raise the error that :func:`private_file` would raise in ``directory``, if any. No file is left behind."""
     try:
         if any(len(os.fsencode(name)) > _LONGEST_NAME for name in directory.parts):
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
@@ -75,10 +76,10 @@ def _unusable(directory: Path, error: OSError, remedies: Remedies) -> SwapError:
 
 
 def _make_private(folder: int, directory: Path, remedies: Remedies) -> None:
-    """Restrict the folder's access to its owner.
+    """Restrict access to the folder to its owner.
 
-    Raises :class:`SwapError` if another user owns the folder, or if other users can access it and it already contains
-    other files.
+    Raises :class:`SwapError` if another user owns the folder. It also raises this error if other users can access the
+    folder and it already contains files that are not swap files.
     """
     found = os.fstat(folder)
     if found.st_uid != os.getuid():

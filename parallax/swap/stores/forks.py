@@ -1,8 +1,8 @@
 """Repair objects with locks or threads in a forked child process.
 
-A child has the parent's memory but only the thread that forked, so no thread releases a lock that another thread held.
-Objects register here, and their ``after_fork`` runs before any other code of the child. Code that waits for a thread
-compares :func:`generation` with its value in the process that started the thread.
+A child has the parent's memory but only the thread that forked. If another thread of the parent held a lock, nobody
+releases the lock in the child. Objects register here, and their ``after_fork`` runs before any other code of the child.
+Code that waits for a thread compares :func:`generation` with its value in the process that started the thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The advice in error messages of offload tiers, which differs between the engine and ``parallax.swap``."""
+"""The advice in error messages of offload tiers, which differs between training by a plan and ``parallax.swap``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from parallax.plan.tier import Tier
 
 @dataclass(frozen=True, kw_only=True)
 class Remedies:
-    """Advice for error messages.
+    """Advice for error messages of offload tiers.
 
-    ``full`` is for a full tier. Its placeholder ``{key}`` is the key of ``cluster`` that sets the tier's capacity, and
-    ``{folder}`` is replaced by ``folder`` for tiers that use files. ``directory`` is for an unusable folder, and
-    ``pinning`` for host memory that cannot be pinned.
+    ``full``       advice for a full tier. Its placeholder ``{key}`` is replaced by the setting in ``cluster`` that
+                   limits the tier's capacity, and ``{folder}`` by the field ``folder`` if the tier uses files.
+    ``folder``     the text for the placeholder ``{folder}``
+    ``directory``  advice for an unusable folder
+    ``pinning``    advice for host memory that cannot be pinned
     """
 
     full: str

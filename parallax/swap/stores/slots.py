@@ -16,8 +16,10 @@ _SLACK = 1.25  # most length of the address range, relative to the most bytes ev
 
 
 class StoreSlot(NamedTuple):
-    """A slot of ``size`` bytes: one range from ``offset``, or several ranges
-    (offset, bytes), the first of which begins at ``offset``.
+    """A slot of ``size`` bytes in a store.
+
+    The slot is one range of bytes from ``offset``, or several ranges in ``stretches``, each (offset, bytes). The first
+    of several ranges begins at ``offset``.
     """
 
     offset: int
@@ -25,9 +27,7 @@ class StoreSlot(NamedTuple):
     stretches: tuple[tuple[int, int], ...] = ()
 
     def parts(self, start: int, size: int) -> Iterator[tuple[int, int]]:
-        """Yield the ranges (offset, bytes) that hold ``size`` bytes of the
-        slot, beginning at byte ``start`` of the slot.
-        """
+        """Yield the ranges (offset, bytes) of ``size`` bytes of the slot, beginning at byte ``start`` of the slot."""
         for offset, length in self.stretches or ((self.offset, self.size),):
             if start < length and size:
                 found = min(length - start, size)
@@ -39,7 +39,7 @@ class StoreSlot(NamedTuple):
 class SlotMap:
     """Allocates slots in one growing address range.
 
-    Sizes that differ from step to step leave gaps between slots. A new slot uses the smallest gap that fits. If none
+    Sizes that differ from step to step leave gaps between slots. A new slot uses the smallest gap that fits. If no gap
     fits, the slot is placed at the end of the range. The range may become at most a quarter longer than the peak of
     bytes in use. A slot that does not fit within this length is divided among several gaps, longest first. So the range
     stays bounded for any sequence of requests, and a store is full only when all its bytes are in use.
@@ -112,7 +112,7 @@ class SlotMap:
         return offset, min(length, size)
 
     def _free(self, offset: int, size: int) -> None:
-        """Mark bytes as free and merge them with adjacent gaps; free bytes at the end shorten the range."""
+        """Mark bytes as free and merge them with adjacent gaps. Free bytes at the end shorten the address range."""
         before, behind = self._ends.get(offset), self._gaps.get(offset + size)
         if before is not None:
             self._remove(before)

@@ -56,7 +56,7 @@ class Store(Protocol):
 
     @property
     def waste_bytes(self) -> int:
-        """Pinned memory allocated in excess of the requested bytes."""
+        """Bytes of pinned memory allocated in excess of the requested bytes."""
 
     def write(self, data: Tensor) -> tuple[StoreSlot, Pending]:
         """Begin to copy ``data`` to a new slot; return the slot and the running transfer."""
@@ -72,7 +72,7 @@ class Store(Protocol):
 
 
 class _EventPending:
-    """A transfer between device and host memory, which consists of one copy for each range of the slot."""
+    """A transfer between device and host memory. It consists of one copy for each range of the slot."""
 
     def __init__(self, copies: list[Event], *, to_device: bool) -> None:
         self._copies, self._to_device = copies, to_device
@@ -104,7 +104,7 @@ class HostStore:
     """A store in host memory, which is pinned for accelerators.
 
     The memory is one arena of ``capacity`` bytes, allocated at once. With ``slab_bytes``, it is allocated in slabs of
-    this size when slots need them, for a capacity that may never be used in full.
+    this size when slots need them. This suits a capacity that may never be used in full.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class HostStore:
 
     @property
     def waste_bytes(self) -> int:
-        """Pinned memory allocated so far in excess of the requested bytes."""
+        """Bytes of pinned memory allocated so far in excess of the requested bytes."""
         requested = min(self._capacity, len(self._slabs) * self._slab_bytes)
         return sum(slab.allocated_bytes for slab in self._slabs) - requested
 
@@ -163,7 +163,7 @@ class HostStore:
             slab.close()
 
     def _allocate_slabs(self, slot: StoreSlot) -> None:
-        """Allocate the slabs of a slot that do not exist yet."""
+        """Allocate the slabs of a slot that are not allocated yet."""
         if len(self._slabs) * self._slab_bytes < self._capacity:
             self._allocate(max(offset + size for offset, size in slot.parts(0, slot.size)))
 
@@ -174,7 +174,7 @@ class HostStore:
                 self._slabs.append(self._copies.arena(size))
 
     def _pairs(self, slot: StoreSlot, data: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return the parts of ``data``, each with its memory in a slab. There is nearly always one part."""
+        """Return the parts of ``data``, each paired with its memory in a slab. There is nearly always one part."""
         if not slot.stretches:
             slab, begin = divmod(slot.offset, self._slab_bytes)
             if begin + slot.size <= self._slab_bytes:
@@ -207,9 +207,9 @@ class _InlineExecutor:
 class _FilePending:
     """A transfer between a file and memory on a worker thread, including copies from or to the device.
 
-    The task is released as soon as it ends, fails or is cancelled, because it references the tensor. Of an error only
-    the text is kept, because its traceback would reference frames. A forked child has no worker threads, so it runs
-    unfinished tasks itself.
+    The task is released as soon as it ends, fails or is cancelled, because it references the tensor. Only the text of
+    an error is kept, because a traceback would reference frames and so the tensor. A forked child has no worker
+    threads, so it runs unfinished tasks itself.
     """
 
     def __init__(
@@ -269,8 +269,8 @@ class _FilePending:
 class DiskStore:
     """A store in one file per rank, written and read by worker threads.
 
-    Reads have separate threads, because training waits for them. A checksum detects data that was read incorrectly (30
-    GB/s on one core, so it costs little compared with the file access).
+    Reads have separate threads, because training waits for them. A checksum detects data that was read incorrectly. It
+    is computed at 30 GB/s on one core, so it costs little compared with the file access.
 
     The file has mode 0600 in a directory that only its owner can enter. It is never reached through a symbolic link and
     is unlinked while open, so that no file is left over however the process ends.
@@ -309,7 +309,8 @@ class DiskStore:
         call_after_fork(self)
 
     def after_fork(self) -> None:
-        """Continue in a forked child without worker threads: read from the parent's file, and write to a new file.
+        """Continue in a forked child, which has no worker threads: read from the parent's file, and write to a new
+        file.
 
         The child can read the parent's data until the parent changes it. Most children only load training data or exit.
         """
@@ -422,7 +423,7 @@ def _array(data: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
 def _sum(data: Tensor) -> int:
     """Return a checksum of ``data``.
 
-    It detects every single bit flip, and almost surely a hole or the data of another tensor.
+    It detects every single bit flip. It almost surely detects missing data, and the data of another tensor.
     """
     view = _array(data)
     whole = view.size - view.size % 8

@@ -30,10 +30,13 @@ from parallax.swap.stores.store import DiskStore, HostStore, Store
 class StoreRequest:
     """Arguments for opening the store of one rank.
 
-    ``capacity``: bytes of the store. ``copies``: copy engine of the device. ``directory``, ``threads`` (for writing,
-    and the same number for reading) and ``delay`` (returns the seconds to wait before a transfer) are used by tiers of
-    files. ``remedies``: advice in error messages. ``slab_bytes``: bytes of memory to allocate at one time; 0: all at
-    once.
+    ``capacity``    bytes of the store
+    ``copies``      copy engine of the device
+    ``directory``   folder for files; used by tiers of files only
+    ``threads``     threads that write files, and number of further threads that read; used by tiers of files only
+    ``delay``       function that returns the seconds to wait before a transfer; used by tiers of files only
+    ``remedies``    advice in error messages
+    ``slab_bytes``  bytes of memory to allocate at one time; 0 allocates all at once
     """
 
     tier: Tier
@@ -72,8 +75,8 @@ def open_store(request: StoreRequest) -> Store:
 def register_tier(tier: Tier, opener: OpenStore, check: CheckFolder = _any_folder) -> None:
     """Register a custom tier, so that ``swap.tier`` and plans can name it.
 
-    ``opener`` opens the store of one rank. ``check`` is called before data is moved, and raises :class:`SwapError` if a
-    store could not be opened in a folder. Raises :class:`PlanError` if the name is taken.
+    ``opener`` opens the store of one rank. ``check`` is called with a folder before any data is offloaded, and raises
+    :class:`SwapError` if a store could not be opened in this folder. Raises :class:`PlanError` if the name is taken.
     """
     if tier.name in TIERS or tier.name == AUTO:
         raise PlanError(f"tier {printable(tier.name)}: the name is taken; choose another")
