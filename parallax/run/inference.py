@@ -43,7 +43,7 @@ from parallax.runtime.checkpoint.config import CheckpointConfig
 from parallax.runtime.evaluation import EvaluationEngine
 from parallax.runtime.forward import ForwardEngine
 from parallax.train.data.indexed import IndexedDataConfig
-from parallax.train.data.source import Source
+from parallax.train.data.source import DataConfig, Source
 from parallax.train.loop import OFF
 from parallax.train.unlabelled import STOP, UnlabelledDataConfig, settings_for
 
@@ -68,15 +68,20 @@ class NewRows:
     path: str = ""
     bad: str = STOP
 
-    def names_kind(self, overrides: Sequence[str]) -> bool:
-        """Return whether ``overrides`` choose the kind of data. Raises :class:`ConfigError` if neither ``overrides``
-        nor ``path`` name the rows."""
-        named = any(each.startswith("data=") for each in overrides)
-        if not named and not self.path:
+    def data_before(self, overrides: Sequence[str], stored: RunConfig) -> DataConfig:
+        """Return the data settings that ``overrides`` change: those of the kind that ``path`` has, or else those of the
+        run. Raises :class:`ConfigError` if neither ``overrides`` nor ``path`` name the rows."""
+        if any(each.startswith("data=") for each in overrides):
+            return stored.data
+        if self.path:
+            return settings_for(self.path, stored.data)
+        keys = {each.lstrip("+").partition("=")[0] for each in overrides}
+        if not {key for key in keys if key.startswith("data.")} - _reading(stored):
             raise ConfigError(
-                "predict: name the rows, with --inputs FOLDER|FILE or data=KIND data.path=FOLDER|FILE"
+                "predict: name the rows, with --inputs FOLDER|FILE, with data=KIND data.path=FOLDER|FILE, or with "
+                f"settings of the run's own data={stored.data.name}, such as data.{_place_of(stored.data)}"
             )
-        return named
+        return stored.data
 
     def fitted(self, config: RunConfig) -> RunConfig:
         """Return ``config`` with ``path`` as the path of the data, and without held-out rows. If there are fewer rows
@@ -133,8 +138,8 @@ class ForwardRequest:
             cluster=_sized(stored, self.devices),
             callbacks=[],
         )
-        if self.rows is not None and not self.rows.names_kind(self.overrides):
-            base = replace(base, data=settings_for(self.rows.path, stored.data))
+        if self.rows is not None:
+            base = replace(base, data=self.rows.data_before(self.overrides, stored))
         found = configuration.compose(self.overrides, base)
         local_cluster(found)
         changed = configuration.changes(base, found)
@@ -172,6 +177,11 @@ def _sized(stored: RunConfig, devices: int) -> ClusterConfig:
     if isinstance(stored.cluster, ClusterConfig):
         return replace(stored.cluster, devices=devices)
     return ClusterConfig(devices=devices)
+
+
+def _place_of(data: DataConfig) -> str:
+    """Return an example of a setting that chooses other rows of ``data``."""
+    return "path=FOLDER|FILE" if hasattr(data, "path") else "kwargs.KEY=VALUE"
 
 
 def _reading(config: RunConfig) -> set[str]:

@@ -52,6 +52,12 @@ def settings_for(path: str, stored: DataConfig) -> DataConfig:
     if stored.name in kinds:
         labels = {"labels": ""} if hasattr(stored, "labels") else {}
         return replace(stored, path=path, **labels)  # type: ignore[call-arg]
+    if hasattr(stored, "target") and kinds[0] == "chat":
+        raise ConfigError(
+            f"--inputs {printable(path)}: parallax reads such files as conversations, and the rows of the run are "
+            f"those of data.target={printable(stored.target)}: choose other rows with data.kwargs.KEY=VALUE or another "
+            "data.target in place of --inputs, or name a kind, such as data=chat"
+        )
     kind = next(each for each in DataConfig.kinds() if defaults(each)["name"] == kinds[0])
     common = {each.name for each in fields(kind)} & {each.name for each in fields(stored)}
     return kind(path=path, **{key: getattr(stored, key) for key in common - _OF_ROWS})
@@ -134,6 +140,8 @@ class UnlabelledTable:
     def __init__(self, table: Table, *, skips: bool) -> None:
         self._table, self._skips = table, skips
         self.fingerprint = table.fingerprint
+        self.whole_batches = getattr(table, "whole_batches", False)
+        self.pads = getattr(table, "pads", False)
         self._spare: int | None = None
 
     def __len__(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -20,9 +21,10 @@ from torch.utils.data import (
 
 from parallax.common.targets import call_target, load_target
 from parallax.errors import ConfigError, DataError, printable
+from parallax.model.block import leaves
 from parallax.model.source import ModelConfig
 from parallax.plan.tier import AUTO
-from parallax.train.data.indexed import IndexedDataConfig
+from parallax.train.data.indexed import SIZES_OF, IndexedDataConfig
 from parallax.train.data.order import Numbers, Seeds
 from parallax.train.data.source import Source, seed_generators
 from parallax.train.data.stream import StreamSource, has_state
@@ -232,10 +234,16 @@ class Split:
         return {INPUTS: {each: batch[each] for each in wanted}, TARGETS: batch[key]}
 
 
-_WHOLE_BATCHES = (
-    "{}: its collate function draws random numbers, so each rank reads all rows of a step and takes its own of them; "
-    "draw in __getitem__ to read fewer"
+_WHOLE = "so each rank reads all rows of a step and takes its own of them;"
+_DRAWS = (
+    f"{{}}: its collate function draws random numbers, {_WHOLE} draw in __getitem__ to read fewer"
 )
+_PADS = (
+    f"{{}}: its collate function pads rows to the longest of their batch, {_WHOLE} pad to one length "
+    "(padding='max_length' of a tokenizer) to read fewer, and for a plan that holds for every batch: memory is planned "
+    f"for the largest of the first {SIZES_OF} batches"
+)
+_LENGTHS_OF = 32  # rows that are looked at for their lengths
 
 
 _NAMED_ROWS = 8  # of a batch, in error messages
@@ -245,8 +253,9 @@ _CHECKED_ROWS = 8  # of fewer rows, a check of the generators costs more than se
 class DatasetTable:
     """The collated examples of a map-style dataset.
 
-    ``whole_batches``: whether the collate function draws random numbers. Then a row depends on the other rows of its
-    batch. The global batch is collated as a whole, so that rows do not depend on the division into micro-batches.
+    ``pads``: whether the collate function pads rows to the longest of their batch. ``whole_batches``: whether it does
+    so, or draws random numbers. Then a row depends on the others of its batch, and the global batch is collated as a
+    whole, so that rows do not depend on the micro-batches.
     """
 
     whole = True
@@ -274,8 +283,10 @@ class DatasetTable:
         self._set_epoch = getattr(dataset, "set_epoch", None)
         self._epoch, self._epochs = -1, list[int]()
         self._draws = False  # whether a row has drawn from the generators of Python or numpy
-        self.whole_batches = collate is not default_collate and self._collate_draws()
-        self.remarks = [_WHOLE_BATCHES.format(label)] if self.whole_batches else []
+        own = collate is not default_collate
+        draws, self.pads = own and self._collate_draws(), own and self._collate_pads()
+        self.whole_batches = draws or self.pads
+        self.remarks = [_DRAWS.format(label)] * draws + [_PADS.format(label)] * self.pads
         self.fingerprint = self._identified()
 
     def __len__(self) -> int:
@@ -333,6 +344,30 @@ class DatasetTable:
         with own_generators():
             examples = self._examples(rows, rows.astype(np.uint64))
         return draws_numbers(self._collate, examples)
+
+    def _collate_pads(self) -> bool:
+        """Return whether two rows of different sizes, of some that are looked at, can be in one batch."""
+        numbers = np.unique(np.linspace(0, self._rows - 1, _LENGTHS_OF, dtype=np.int64))
+        try:
+            first = {self._sizes(numbers[n : n + 1]): numbers[n] for n in range(len(numbers))}
+            if len(first) == 1:
+                return False
+            one, two, *_ = first
+            both = self._sizes(np.array([first[one], first[two]]))
+        except DataError:  # reported when the row is needed
+            return False
+        return len(one) == len(two) == len(both) and all(
+            len(a) == len(b) == len(c) and a[:1] == b[:1] == (1,) and c[0] == 2
+            for a, b, c in zip(one, two, both)
+        )
+
+    def _sizes(self, rows: Numbers) -> tuple[tuple[int, ...], ...]:
+        """Return the shape of each tensor and array of a batch of ``rows``."""
+        parts = leaves(self.read(rows, rows.astype(np.uint64), frozenset()))
+        found = (each for _, each in parts if isinstance(each, Tensor | np.ndarray))
+        return tuple(
+            () if getattr(each, "is_nested", False) else tuple(each.shape) for each in found
+        )
 
     def _collated(self, examples: list[Any], rows: Numbers) -> Any:
         try:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, ClassVar, Self
 
 import numpy as np
+from torch import Tensor
 
 from parallax.common.units import parse_bytes
 from parallax.errors import (
@@ -25,6 +26,7 @@ from parallax.errors import (
     check_count,
     printable,
 )
+from parallax.model.block import leaves
 from parallax.model.source import ModelConfig
 from parallax.plan.tier import AUTO
 from parallax.runtime.batch import Rows
@@ -36,6 +38,7 @@ from parallax.train.data.workers import Workers
 
 HELD_OUT = "validation"  # the name of held-out rows that are a share of the data
 _AUTO_SHARE, _AUTO_ROWS = 0.05, 1000  # held out by default
+SIZES_OF = 8  # batches, of which the largest is planned for, if they have several sizes
 _SPLIT_KEY = 0x5B17  # constant, so that the held-out rows do not depend on the run's seed
 _TIMED_ROWS = 4
 _QUICK_SECONDS = 50e-6  # to read a row: less is not worth a worker
@@ -282,9 +285,14 @@ class IndexedSource(HeldOutSets):
             yield taken
 
     def sample(self, rows: int) -> Rows:
-        """Return ``rows`` training rows without advancing, for measuring and planning."""
-        taken, _ = self._order.take(Place(), rows)
-        return Loader("", self.table, self._seed, None, self._limit).batch(taken, lambda: iter(()))
+        """Return ``rows`` training rows without advancing, for measuring and planning: the first batch, or the largest
+        of the first few if batches have several sizes."""
+        place, batches = Place(), []
+        for _ in range(SIZES_OF if getattr(self.table, "pads", False) else 1):
+            taken, place = self._order.take(place, rows)
+            loader = Loader("", self.table, self._seed, None, self._limit)
+            batches.append(loader.batch(taken, lambda: iter(())))
+        return batches[0] if len(batches) == 1 else max(batches, key=_bytes_of)
 
     def steps(self, epochs: int, rows: int) -> int:
         """Return the number of batches of ``rows`` rows in ``epochs`` epochs."""
@@ -338,3 +346,9 @@ class IndexedSource(HeldOutSets):
         self._seed = int(state["seed"])
         self._order = self._order.seeded(self._seed)
         self._open()
+
+
+def _bytes_of(batch: Rows) -> int:
+    """Return the bytes of the inputs of all rows."""
+    parts = leaves(batch.inputs(0, len(batch)))
+    return sum(part.nbytes for _, part in parts if isinstance(part, Tensor | np.ndarray))

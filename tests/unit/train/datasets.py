@@ -135,6 +135,12 @@ def padded(examples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
     )
 
 
+def to_longest(examples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    """A collate function that pads to the longest example of its batch."""
+    rows = torch.nn.utils.rnn.pad_sequence([row for row, _ in examples], batch_first=True)
+    return rows, torch.tensor([y for _, y in examples])
+
+
 def mixed_up(examples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
     """A collate function that mixes each row with another of its batch, as MixUp does."""
     rows, classes = torch.stack([row for row, _ in examples]), [y for _, y in examples]

@@ -24,7 +24,7 @@ from parallax.errors import CheckpointError, ConfigError, DataError
 from parallax.model.factory.huggingface import HuggingFaceConfig
 from parallax.model.factory.mlp import MLPConfig
 from parallax.train.data.dataset import DatasetDataConfig
-from parallax.train.data.indexed import IndexedSource
+from parallax.train.data.indexed import SIZES_OF, IndexedSource
 from parallax.train.data.stream import StreamSource
 from parallax.train.data.table import check_collated, digest_of
 from tests.alone import alone
@@ -331,6 +331,21 @@ def test_rows_that_are_mixed_in_collating_do_not_depend_on_the_micro_batches(tar
     assert equal(found[0], found[2])
     rows = [row[0].item() for inputs, _ in found[0] for row in inputs]
     assert any(row != round(row) for row in rows)  # they are mixed
+
+
+def test_rows_that_are_padded_to_the_longest_do_not_depend_on_the_micro_batches() -> None:
+    found: list[list[Step]] = []
+    settings: dict[str, Any] = {"kwargs": {"rows": 23}, "collate": f"{HERE}:to_longest"}
+    for workers, parts in ((0, 1), (1, 4), (0, 3)):
+        with opened("Ragged", workers=workers, validation=0, **settings) as source:
+            found.append([read(source, 4, parts, targets_alone=parts == 3) for _ in range(6)])
+    assert equal(found[0], found[1])
+    assert equal(found[0], found[2])
+    with opened("Ragged", workers=0, **settings, validation=0.2) as source:
+        assert "pads rows to the longest of their batch" in source.remarks[0]
+        widths = [source.batch(2).inputs(0, 1).shape[1] for _ in range(SIZES_OF)]
+        assert len(set(widths)) > 1
+        assert source.sample(2).inputs(0, 1).shape[1] == max(widths)  # to plan with
 
 
 def test_a_collate_function_that_draws_is_noted() -> None:
