@@ -114,6 +114,8 @@ def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
         if isinstance(source, IndexedSource):
             source.start()
     if dist.get_rank() == 0:
+        for remark in getattr(source, "remarks", ()):
+            print(remark, flush=True)
         load_loggers(run.config.logger)
     with watch.phase("building the callbacks"):
         callbacks = build_callbacks(run.config.callbacks)
