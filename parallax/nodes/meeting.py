@@ -27,7 +27,8 @@ _POLL_SECONDS = 0.05
 
 
 class OpenMeeting:
-    """The rendezvous of one start, opened by rank 0. ``part`` is the part of ``store`` that belongs to this start."""
+    """The rendezvous of one start of the ranks, which rank 0 opens. ``part`` is the part of ``store`` that holds the
+    values of this start."""
 
     def __init__(self, store: Any) -> None:
         self._store, self._name = store, secrets.token_hex(_BYTES)
@@ -48,9 +49,10 @@ class OpenMeeting:
 
 
 def ask(store: Any, seconds: float) -> Any:
-    """Return the part of ``store`` that rank 0 has opened for this start.
+    """Ask rank 0 for the name of the present start of the ranks, and return that start's part of ``store``.
 
-    Raises :class:`TimeoutError` if rank 0 does not answer within ``seconds``.
+    The part is a store itself, which holds the values of this start only. Raises :class:`TimeoutError` if rank 0 does
+    not answer within ``seconds``.
     """
     nonce = secrets.token_hex(_BYTES)
     store.append(_REQUEST_LIST, nonce)

@@ -211,10 +211,11 @@ EACH_MICRO_BATCH = Visits()
 def visits_of(
     schedule: Schedule, micro_batches: int, *, alone: bool, task: PlanTask = PlanTask.TRAINING
 ) -> Visits:
-    """Return how often a block is visited in a step.
+    """Return the :class:`Visits` of a block in a step of ``micro_batches``.
 
-    ``alone`` means that the stage has only this block. A stage with several blocks runs all of them for each
-    micro-batch, so each visit computes one micro-batch.
+    ``alone`` is True if the stage has only this block. Then a visit computes all micro-batches that the schedule lets
+    the stage compute in a row. In a stage of several blocks, each micro-batch passes all blocks before the next one
+    begins, so a visit computes a single micro-batch.
     """
     run = schedule.run_length(micro_batches) if alone else 1
     return Visits(run, run < micro_batches, task.trains)
@@ -294,7 +295,7 @@ class Pipeline:
         return self._leaving.get(stage)
 
     def visits(self, stage: int) -> Visits:
-        """Return how often each block of ``stage`` is visited in a step."""
+        """Return the :class:`Visits` of each block of ``stage`` in a step."""
         alone = self.stages[stage].stop - self.stages[stage].start == 1
         count = self.micro_batches(self.global_batch)
         return visits_of(self.schedule, count, alone=alone, task=self.task)

@@ -170,9 +170,10 @@ class Stage(nn.Module):
     def _make(
         self, chain: Chain, share: float, device: torch.device
     ) -> Iterator[list[nn.Parameter]]:
-        """Make the blocks in order, and yield for each block the parameters that are offloaded.
+        """Make the blocks in order, and yield for each block a list of the parameters to offload.
 
-        The parameters of the last blocks are offloaded, except for parameters that other blocks share.
+        The last blocks offload all parameters that :func:`offloadable` returns: as many blocks as are needed to offload
+        at least a fraction ``share`` of the bytes of all such parameters. The other blocks have empty lists.
         """
         sizes = [
             sum(p.nbytes for p in offloadable(chain, index, chain.blocks[index].module, device))
@@ -275,8 +276,9 @@ class Stage(nn.Module):
     def hold_gradients(self, stage: int, hold: bool) -> contextlib.AbstractContextManager[None]:
         """Return the context in which a backward of ``stage`` runs (:meth:`OffloadedParameters.hold_gradients`).
 
-        ``hold`` has an effect only if the stage has a single block. In a stage of several blocks, other blocks run
-        between two backwards of a block.
+        With ``hold``, gradients of offloaded parameters stay on the device until the next backward. This has an effect
+        only if the stage has a single block. In a stage of several blocks, other blocks run between two backwards of a
+        block.
         """
         return self.offloaded.hold_gradients(hold and len(self._parts[stage]) == 1)
 
@@ -373,8 +375,8 @@ class Stage(nn.Module):
         """Run a block that will be recomputed, and leave ``inputs`` unchanged.
 
         A block that changes its inputs in place gets copies of the inputs. The first run of a block detects whether it
-        does. If one of the two runs of a micro-batch copies the inputs, the other run must copy them too: a copy may
-        have other strides, for which a compiled block would run another program and save other tensors.
+        changes them. If the forward of a micro-batch copies the inputs, its repetition in the backward must copy them
+        too: a copy may have other strides, for which a compiled block would run another program and save other tensors.
         """
         if not copy:
             return self._run_block(place, where, None, *inputs)

@@ -1,8 +1,9 @@
 """Check the assumptions of a recorded forward with every batch.
 
 A forward may branch in Python on integers of the sample (does each row have its image tokens?) or on a property of
-floats (is any of them NaN?). The trace holds only the branch that was taken. It also holds the query for values and its
-answer. If a batch gives another answer, the run stops with a message of one line.
+floats (is any of them NaN?). The trace holds only the branch that was taken with the sample. At each branch it also
+holds the call that the forward branched on, and the result of this call with the sample. Every batch repeats the call.
+If the result differs, the run stops with a message of one line.
 """
 
 from __future__ import annotations

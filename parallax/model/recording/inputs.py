@@ -1,4 +1,7 @@
-"""Describe a model's inputs by shapes and dtypes, for any number of rows and for changes of other sizes."""
+"""Describe a model's inputs by shapes and dtypes.
+
+From this description, inputs can be made with any number of rows, and with other sizes, such as a shorter sequence.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class SampleShapes:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes that other inputs may change, largest first: all sizes of 4 or more, except the number of rows."""
+        """The sizes that may differ in other inputs, largest first: all of 4 or more, except the number of rows."""
         found = {
             size
             for _, shape, rows in self.shapes
@@ -51,7 +54,8 @@ class SampleShapes:
     def limits(self, fixed: Collection[int]) -> tuple[tuple[int | None, ...], ...]:
         """Return, for each tensor, the required size of each dimension.
 
-        None means any size. That is the number of rows, and each size of 4 or more that is not in ``fixed``.
+        It is None, which means any size, for the number of rows and for each size of 4 or more that is not in
+        ``fixed``.
         """
         return tuple(
             tuple(

@@ -163,10 +163,11 @@ def _time(waves: _Waves, times: Sequence[StageTimes]) -> Timeline:
 def _tables(
     times: Sequence[StageTimes], waves: _Waves, *, split: bool
 ) -> tuple[Seconds, Seconds, Seconds]:
-    """Return three tables of seconds by kind and stage.
+    """Return three tables, with the seconds of every kind of action (forward, B, W) on every stage.
 
-    The first has the compute of an action, and the second adds the messages that block its rank. The third has the
-    latency of the message that the action waits for.
+    An action's seconds are at the index ``cell`` of :class:`_Waves`. The first table has the seconds of compute. The
+    second table adds the seconds of messages during which the pipeline rank cannot compute. The third table has the
+    latency of the message that the action waits for. ``split`` is False if a backward runs B and W at once.
     """
     forward, backward, weight, send, blocking = np.array(
         [(t.forward, t.backward, t.weight, t.send, t.blocking) for t in times], dtype=np.float64
@@ -186,7 +187,10 @@ def _tables(
 
 
 def _evaluate(waves: _Waves, lasting: Seconds, late: Seconds) -> tuple[Seconds, Seconds]:
-    """Return the start of the first action and the end of the last action of every pipeline rank."""
+    """Return the start of the first action and the end of the last action of every pipeline rank.
+
+    ``lasting`` has the seconds of each action, and ``late`` the latency of the message that it waits for.
+    """
     ends = np.zeros(len(lasting) + 1)
     free = np.zeros(waves.pipeline_ranks)
     pipeline_rank, awaited = waves.pipeline_rank, waves.awaited
@@ -285,7 +289,7 @@ def _listed(
       micro-batch.
     * A weight-gradient pass depends on the backward of the same micro-batch.
 
-    The first stage's forwards have none, which is an id in the cell after all others.
+    The first stage's forwards depend on nothing. Their dependency is an id in a cell after all others.
     """
     nothing = len(COMPUTE) * stages
     forward, backward, weight = (

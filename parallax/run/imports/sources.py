@@ -36,7 +36,7 @@ class ImportSource:
     unread: Sequence[str] = ()
 
     def without_values(self, name: str) -> dict[str, Tensor]:
-        """Return optimizer state → tensor without values, for the parameter ``name``."""
+        """Return optimizer state → meta tensor, for the parameter ``name``."""
         return {key: self.files.held[held] for key, held in self.states.get(name, {}).items()}
 
     def read_state(self, name: str, key: str) -> Tensor:
@@ -99,7 +99,10 @@ def _with_prefix(names: Collection[str], prefix: str) -> dict[str, str]:
 
 
 def _states(path: Path, names: Collection[str]) -> dict[str, dict[str, str]]:
-    """Return parameter → optimizer state → full name, for the full ``names`` of the optimizer states."""
+    """Return parameter → optimizer state → name in the files, for those ``names`` that are of optimizer states.
+
+    ``names`` are all names in the files at ``path``. Raises :class:`CheckpointError` if they contain a state twice.
+    """
     found: dict[str, dict[str, str]] = {}
     for prefix in _OF_OPTIMIZER:
         for rest, whole in _with_prefix(names, prefix).items():

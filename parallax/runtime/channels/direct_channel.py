@@ -41,7 +41,7 @@ class DirectSender:
         self._underway = Underway()
 
     def send(self, tensors: Sequence[Tensor], rows: int) -> None:
-        """Queue one message on the device."""
+        """Queue one message on the device. Wait while more than ``ahead`` messages have not been received."""
         del rows  # no size is guessed
         spec = spec_of(tensors)
         layout, header = lay_out(spec), header_of(spec)
@@ -81,7 +81,11 @@ class DirectReceiver:
             self._posted = self._headers.receive(header), header
 
     def receive(self, rows: int, copy: Copy = torch.clone) -> tuple[Tensor, ...]:
-        """Wait for the header and queue the receive of the message on the device."""
+        """Return the tensors of the next message, with the shapes and dtypes in its header.
+
+        The host waits only for the header. The device receives the values before it runs any work that the caller then
+        queues on its stream. ``copy`` gives each tensor its own memory.
+        """
         self.post(rows)
         assert self._posted is not None
         (work, header), self._posted = self._posted, None

@@ -71,9 +71,10 @@ class HangLimits:
     """Time limits after which a rank counts as hanging. A limit of 0 means no limit.
 
     ``seconds`` limits the time in one action, the time without a message from the rank, and, outside of steps, the time
-    without a sign of life. ``phase_seconds`` limits one phase. ``grace_seconds`` limits saving after a request to end,
-    such as SIGTERM. The first ``patient_steps`` steps compile, and may last as long as a phase. The stacks of a rank
-    that hangs are written to ``directory``.
+    without a sign of life. ``phase_seconds`` limits one phase: an activity of the main thread outside of steps, such as
+    loading data. ``grace_seconds`` limits saving after a request to end, such as SIGTERM. The first ``patient_steps``
+    steps compile, so an action of these steps may last ``phase_seconds``. The stacks of a rank that hangs are written
+    to ``directory``.
     """
 
     seconds: float = 0.0
@@ -155,15 +156,15 @@ class Watch:
         self._heartbeats = [*self._heartbeats, heartbeat]
 
     def attend(self, engine: Watched, plan: Plan, *, patient_steps: int = 0) -> None:
-        """Observe ``engine`` from now on. The first ``patient_steps`` steps may last as long as a phase, because they
-        compile."""
+        """Observe ``engine`` from now on. In the first ``patient_steps`` steps, which compile, an action may last
+        ``phase_seconds`` (:class:`HangLimits`)."""
         self._own.attend(engine, plan)
         self._limits = replace(self._limits, patient_steps=patient_steps)
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Name the main thread's activity inside this context. The name is used outside of steps.
+        """Return a context in which the main thread's activity outside of steps is reported as ``name``.
 
-        It must complete the sentence "the rank has been …".
+        The name must complete the sentence "the rank has been …".
         """
         return self._own.phase(name)
 

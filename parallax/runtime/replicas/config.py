@@ -1,4 +1,4 @@
-"""The ``replicas`` settings: compression of gradients and statistics of BatchNorm."""
+"""The ``replicas`` settings: how gradients are compressed, and over which rows BatchNorms compute statistics."""
 
 from __future__ import annotations
 

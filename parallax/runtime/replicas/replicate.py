@@ -55,7 +55,7 @@ class GradientSync(Protocol):
 
 
 class NoSync:
-    """Gradient sync without replicas: nothing is summed.
+    """The :class:`GradientSync` of a rank without replicas, in which nothing is summed.
 
     During the last backward of a stage, ``reduced`` is called with each parameter as soon as its gradient is final.
     Hooks on the parameters do this. They exist only for this backward, because each hook costs a call into Python.
@@ -116,9 +116,9 @@ class NoSync:
 class StageGradientSync:
     """Sums the gradients of all stages of one pipeline rank over its replicas.
 
-    ``parts`` maps each stage to the sync that reduces the stage's gradients during its last backward. ``late`` is the
-    sync of parameters that several stages of this rank use. It reduces them at the end of the step, because it is not
-    known which backward is their last.
+    ``parts`` maps each stage to the object that reduces the stage's gradients during its last backward. ``late``
+    reduces the gradients of parameters that several stages of this rank use. It does so at the end of the step, because
+    it is not known which backward is their last.
 
     A parameter that no replica has ever used must have no gradient, as in a single process: with a zero gradient,
     weight decay would change it. So as long as there are unused parameters, the replicas exchange after each step which
@@ -227,6 +227,9 @@ class SharedSum:
     All replicas of a stage then have the same gradient. So one replica of each stage contributes its gradient, and the
     others contribute zeros. A parameter that no stage has ever used must have no gradient. So as long as there are
     unused parameters, the stages exchange after each step which of these parameters they have used.
+
+    ``shared`` maps the name of each parameter to the parameter and the process group of the sum. ``gives`` is True on
+    the replica that contributes its gradient.
     """
 
     all_reduces = 0
@@ -262,7 +265,7 @@ class SharedSum:
 
 
 class ChainedSync:
-    """A gradient sync that is followed by further synchronizations, in order."""
+    """Runs the :class:`GradientSync` ``inner``, and then the synchronizations ``following``, in order."""
 
     def __init__(self, inner: GradientSync, following: Sequence[SyncStep]) -> None:
         self._inner, self._following = inner, following
@@ -343,7 +346,7 @@ class SharedStates:
 def sync_for(
     stage: Stage, mesh: Mesh, reduced: Reduced, config: ReplicasConfig, *, split: bool
 ) -> GradientSync:
-    """Return the gradient sync for all stages of a rank.
+    """Return the :class:`GradientSync` of a rank, for all its stages.
 
     ``reduced`` is called with each parameter whose gradient is final before :meth:`GradientSync.finish`. ``split`` is
     True if backwards are split. :meth:`ReplicasConfig.check` must have accepted the plan.
@@ -385,9 +388,10 @@ def sync_for(
 def _streamed_sum(
     stage: Stage, mesh: Mesh, config: ReplicasConfig, *, alone: bool
 ) -> Iterator[StreamedSum]:
-    """Yield the sync for gradients of offloaded parameters, if the stage has such parameters.
+    """Yield one :class:`StreamedSum`, which sums the gradients of offloaded parameters over the replicas.
 
-    ``alone`` is True if no other gradients are summed during the backward.
+    Yield none if there are no replicas or no offloaded parameters. ``alone`` is True if no other gradients are summed
+    during the backward.
     """
     streamed = stage.offloaded
     if mesh.streamed is None or mesh.replicas is None:

@@ -50,7 +50,7 @@ class TensorOwner(Protocol):
     def check_unshared(self, parameter: nn.Parameter) -> None:
         """Raise :class:`ConfigError` if views of the weight exist on the device.
 
-        They would not get the new value that is about to be assigned.
+        The weight is about to get a new value, which these views would not have.
         """
 
     def note_change(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -149,7 +149,10 @@ def unfetched_gradient(parameter: nn.Parameter, owner: TensorOwner) -> Offloaded
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a torch function that has received an offloaded weight or gradient."""
+    """Call a torch function whose arguments contain offloaded weights or gradients, and return its result.
+
+    Their values are fetched to the device first, unless the function needs no values, such as a query of the shape.
+    """
     if func in METADATA:
         with as_plain_tensors():
             return func(*args, **kwargs)
@@ -173,7 +176,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _call_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a torch function that takes lists of tensors once per list element, so that one tensor at a time is
+    """Call a torch function of lists of tensors separately for each list element, so that one tensor at a time is
     fetched."""
     lists = [each for each in (*args, *kwargs.values()) if isinstance(each, list | tuple)]
     count = len(lists[0])
@@ -195,7 +198,8 @@ def _call_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _call_fetched(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Fetch the offloaded tensors among the arguments, call the function, and put the gradients back."""
+    """Fetch the offloaded tensors among the arguments, call the function, put the gradients back, and return the
+    function's result."""
     weights: dict[TensorOwner, list[nn.Parameter]] = {}
     gradients: list[OffloadedGradient] = []
     for each in _offloaded_in((*args, *kwargs.values())):

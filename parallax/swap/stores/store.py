@@ -35,7 +35,11 @@ class Pending(Protocol):
         """Whether the transfer has finished. Raises :class:`SwapError` if it failed."""
 
     def wait(self) -> None:
-        """Wait until the source may be released, or until the device's stream may read the target."""
+        """Wait until the transfer's result may be used.
+
+        After a write, the caller may release the source. After a read, work that the caller queues on the device's
+        stream may read the target.
+        """
 
     def cancel(self) -> bool:
         """Cancel the transfer if it has not begun; return whether it was cancelled."""
@@ -47,8 +51,8 @@ class Pending(Protocol):
 class Store(Protocol):
     """The interface of a store in one offload tier. ``tier`` is the tier's name.
 
-    ``data`` and ``target`` are one-dimensional uint8 tensors on the device. The caller keeps them alive and unchanged
-    until the transfer is done.
+    A slot is the place of one written tensor in the store. ``data`` and ``target`` are one-dimensional uint8 tensors on
+    the device. The caller keeps them alive and unchanged until the transfer is done.
     """
 
     tier: str
@@ -72,7 +76,11 @@ class Store(Protocol):
 
 
 class _EventPending:
-    """A transfer between device and host memory. It consists of one copy for each range of the slot."""
+    """A transfer between the device and a slot in host memory.
+
+    A slot may be scattered over several pieces of memory. ``copies`` has one event for the copy of each piece. With
+    ``to_device``, :meth:`wait` makes the device's stream wait, and not the host.
+    """
 
     def __init__(self, copies: list[Event], *, to_device: bool) -> None:
         self._copies, self._to_device = copies, to_device
