@@ -53,7 +53,7 @@ from parallax.runtime.failure.report import FailureKind, FailureReport
 from parallax.runtime.failure.watch import Watch
 from parallax.train.callbacks import build_callbacks
 from parallax.train.data.indexed import IndexedSource
-from parallax.train.data.source import seed_generators
+from parallax.train.data.source import Source, seed_generators
 from parallax.train.loop import OnDrift, train
 from parallax.train.monitor import load_loggers
 from parallax.train.status import RankStatusFile
@@ -99,6 +99,18 @@ def _check_world(run: PreparedRun) -> None:
         )
 
 
+def _opened_source(run: PreparedRun, nodes: Nodes) -> Source:
+    """Return the run's data source after the ranks have compared their rows. Rank 0 prints remarks on the data."""
+    source = open_source(run.config)
+    compare_rows(source, nodes)
+    if isinstance(source, IndexedSource):
+        source.start()
+    if dist.get_rank() == 0:
+        for remark in getattr(source, "remarks", ()):
+            print(remark, flush=True)
+    return source
+
+
 def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
     """Build, train and report; return the exit code."""
     choice = node_devices(local_cluster(run.config), nodes)
@@ -109,13 +121,8 @@ def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
     status = _status_file(run, nodes, device, profile)
     watch.beat_for(status)
     with watch.phase("loading data"):
-        source = open_source(run.config)
-        compare_rows(source, nodes)
-        if isinstance(source, IndexedSource):
-            source.start()
+        source = _opened_source(run, nodes)
     if dist.get_rank() == 0:
-        for remark in getattr(source, "remarks", ()):
-            print(remark, flush=True)
         load_loggers(run.config.logger)
     with watch.phase("building the callbacks"):
         callbacks = build_callbacks(run.config.callbacks)

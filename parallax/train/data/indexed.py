@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -292,7 +292,7 @@ class IndexedSource(HeldOutSets):
             taken, place = self._order.take(place, rows)
             loader = Loader("", self.table, self._seed, None, self._limit)
             batches.append(loader.batch(taken, lambda: iter(())))
-        return batches[0] if len(batches) == 1 else max(batches, key=_bytes_of)
+        return largest(batches)
 
     def steps(self, epochs: int, rows: int) -> int:
         """Return the number of batches of ``rows`` rows in ``epochs`` epochs."""
@@ -348,7 +348,11 @@ class IndexedSource(HeldOutSets):
         self._open()
 
 
-def _bytes_of(batch: Rows) -> int:
-    """Return the bytes of the inputs of all rows."""
-    parts = leaves(batch.inputs(0, len(batch)))
-    return sum(part.nbytes for _, part in parts if isinstance(part, Tensor | np.ndarray))
+def largest(batches: Sequence[Rows]) -> Rows:
+    """Return the batch whose inputs have the most bytes, the first of several. A single batch is not read."""
+
+    def size(batch: Rows) -> int:
+        parts = leaves(batch.inputs(0, len(batch)))
+        return sum(part.nbytes for _, part in parts if isinstance(part, Tensor | np.ndarray))
+
+    return batches[0] if len(batches) == 1 else max(batches, key=size)

@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 from parallax.errors import CheckpointError, DataError, UserError
 from parallax.runtime.batch import Rows
-from parallax.train.data.indexed import HeldOutSets, IndexedSource
+from parallax.train.data.indexed import SIZES_OF, HeldOutSets, IndexedSource, largest
 from parallax.train.data.order import mixed
 from parallax.train.data.table import (
     INPUTS,
@@ -31,7 +32,6 @@ from parallax.train.data.table import (
     Values,
     check_collated,
     digest_of,
-    draws_numbers,
     own_generators,
     placed,
     rows_of,
@@ -41,7 +41,6 @@ from parallax.train.data.table import (
 logger = logging.getLogger("parallax")
 
 _END = object()
-_PROBED_ROWS = 3
 
 
 def has_state(dataset: Any) -> bool:
@@ -101,7 +100,7 @@ class StreamSource(HeldOutSets):
     ) -> None:
         self._dataset, self._label = dataset, label
         self._collate = partial(self._collated, collate, split)
-        self._as_whole: bool | None = None  # whether collating draws random numbers
+        self._as_whole = collate is not default_collate  # it may depend on all rows of a batch
         self._has_state = has_state(dataset)
         self._start = self._state()
         self._epoch, self._taken = 0, 0  # rows of the epoch so far
@@ -118,11 +117,12 @@ class StreamSource(HeldOutSets):
         return self._last
 
     def sample(self, rows: int) -> Rows:
-        """Return the first ``rows`` rows without advancing, for measuring and planning."""
+        """Return ``rows`` rows without advancing, for measuring and planning: the first batch, or the largest of the
+        first few if a collate function may pad rows to the longest of their batch."""
         assert self._last is None, "rows have been taken"
-        found = self._rows(rows, 0)
+        batches = [self._rows(rows, 0) for _ in range(SIZES_OF if self._as_whole else 1)]
         self._go_to({"epoch": 0, "taken": 0, "dataset": self._start})
-        return found
+        return largest(batches)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position before the last batch, and the number of rows and a digest of that batch."""
@@ -149,10 +149,7 @@ class StreamSource(HeldOutSets):
             )
 
     def _rows(self, rows: int, first: int) -> StreamRows:
-        examples = self._read(rows)
-        if self._as_whole is None:
-            self._as_whole = draws_numbers(self._collate, examples[:_PROBED_ROWS])
-        return StreamRows(examples, self._collate, first, as_whole=self._as_whole)
+        return StreamRows(self._read(rows), self._collate, first, as_whole=self._as_whole)
 
     def _collated(
         self,

@@ -152,6 +152,15 @@ def mixing(rows: int) -> tuple[Dataset[Any], Callable[..., Any]]:
     return Augmented(rows), mixed_up
 
 
+class RaggedStream(Numbers):
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        return ((torch.ones(1 + row % 3), row % 7) for row in range(self.rows))
+
+
+def padding_stream(rows: int) -> tuple[Dataset[Any], Callable[..., Any]]:
+    return RaggedStream(rows), to_longest
+
+
 def mixing_stream(rows: int) -> tuple[Dataset[Any], Callable[..., Any]]:
     return Numbers(rows), mixed_up
 
