@@ -42,6 +42,11 @@ class ModelConfig(Registered):
         return BYTES
 
     @property
+    def takes_labels(self) -> bool:
+        """Whether the model's forward has an argument ``labels``, with which the model computes its loss."""
+        return False
+
+    @property
     def block_paths(self) -> Sequence[str]:
         """The module paths of the chain's blocks; empty: blocks are found automatically."""
         return ()

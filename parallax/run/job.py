@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -158,7 +158,7 @@ def usual_loss(outputs: Any, targets: Any) -> Tensor:
     """Return the loss in ``outputs`` if there is one, as in models of transformers that get labels. Otherwise return
     the mean cross-entropy: class scores are in the last dimension of ``outputs`` or of its ``logits``, and ``targets``
     are class indices."""
-    own = getattr(outputs, "loss", None)
+    own = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if isinstance(own, Tensor):
         return own
     scores = scores_of(outputs)

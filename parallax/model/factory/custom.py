@@ -6,6 +6,7 @@ profile.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,10 @@ from torch import nn
 
 from parallax.common.targets import call_target
 from parallax.errors import check_switch
+from parallax.model.construction.deferred import deferred_init
 from parallax.model.factory.adapters import AdaptableModelConfig
+
+_TAKES_LABELS: dict[str, bool] = {}  # by factory and arguments, because models take time to build
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +59,14 @@ class CustomModelConfig(AdaptableModelConfig):
         """Return the factory's argument ``name`` if it is a whole number, otherwise ``default``."""
         found = self.kwargs.get(name)
         return found if isinstance(found, int) and not isinstance(found, bool) else default
+
+    @property
+    def takes_labels(self) -> bool:
+        key = repr((self.target, self.kwargs))
+        if key not in _TAKES_LABELS:
+            forward = deferred_init(self.create, seed=0).model.forward
+            _TAKES_LABELS[key] = "labels" in inspect.signature(forward).parameters
+        return _TAKES_LABELS[key]
 
     @property
     def block_paths(self) -> Sequence[str]:

@@ -81,6 +81,10 @@ class HuggingFaceConfig(AdaptableModelConfig):
         return model
 
     @property
+    def takes_labels(self) -> bool:
+        return True
+
+    @property
     def weights(self) -> str:
         return self.pretrained
 

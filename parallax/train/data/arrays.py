@@ -20,7 +20,14 @@ from safetensors import SafetensorError, safe_open
 from parallax.errors import ConfigError, DataError, printable
 from parallax.model.source import ModelConfig
 from parallax.plan.tier import AUTO
-from parallax.train.data.columns import Array, Columns, Names, digest_of_columns, listed
+from parallax.train.data.columns import (
+    Array,
+    Columns,
+    Names,
+    digest_of_columns,
+    listed,
+    takes_names,
+)
 from parallax.train.data.indexed import IndexedDataConfig
 from parallax.train.data.order import Numbers, Seeds
 from parallax.train.data.paths import data_path, inside
@@ -84,7 +91,7 @@ class ArraysDataConfig(IndexedDataConfig):
             openers = _of_folder(path, [*listed(inputs), *listed(targets)])
         else:
             openers = _of_file(path)
-        columns = choose(self.label, openers, inputs, targets, by_name=model.name == "huggingface")
+        columns = choose(self.label, openers, inputs, targets, by_name=takes_names(model, openers))
         arrays = {name: openers[name]() for name in columns.names(columns.parts)}
         return ArraysTable(columns, arrays, self.label)
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallax.errors import DataError
+from parallax.model.source import ModelConfig
 from parallax.plan.tier import AUTO
 from parallax.train.data.dataset import TARGET_KEYS, Split
 from parallax.train.data.order import Numbers
@@ -46,7 +47,7 @@ class Columns:
             label,
             None if inputs == AUTO else tuple(listed(inputs)),
             several[0] if several else AUTO,
-            keep=by_name,
+            keep=lambda: by_name,
         )
         found = split({name: name for name in known})
         wanted = [name for name in found[INPUTS] if inputs != AUTO or name not in several[1:]]
@@ -115,3 +116,8 @@ def listed(names: Names) -> list[str]:
 def _argument(name: str) -> str:
     """Return the name of the model's argument for a column or a file: its name without folders."""
     return name.rpartition("/")[2]
+
+
+def takes_names(model: ModelConfig, known: Collection[str]) -> bool:
+    """Return whether ``model`` takes its inputs as keyword arguments, if the rows have the names ``known``."""
+    return model.name == "huggingface" or ("labels" in known and model.takes_labels)

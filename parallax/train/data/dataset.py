@@ -153,7 +153,7 @@ class DatasetDataConfig(IndexedDataConfig):
         inputs = None if isinstance(self.inputs, str) else tuple(self.inputs)
         if isinstance(self.inputs, str) and self.inputs != AUTO:
             inputs = (self.inputs,)
-        return Split(self.label, inputs, self.targets, keep=model.name == "huggingface")
+        return Split(self.label, inputs, self.targets, keep=lambda: model.takes_labels)
 
     def _stream(self, found: Any, collate: Collate, model: ModelConfig) -> Source:
         if isinstance(found, Iterator) and not has_state(found):
@@ -182,12 +182,12 @@ _MOST_HELD_OUT = 10_000  # rows of an iterable validation set, which are kept in
 
 @dataclass(frozen=True)
 class Split:
-    """Divides a collated batch into inputs and targets."""
+    """Divides a collated batch into inputs and targets. ``keep()`` returns whether the model takes labels as inputs."""
 
     label: str
     inputs: tuple[str, ...] | None
     targets: str
-    keep: bool
+    keep: Callable[[], bool]
 
     def __call__(self, batch: Any) -> Values:
         if is_dataclass(batch) and not isinstance(batch, Mapping):
@@ -217,7 +217,7 @@ class Split:
         wanted = self.inputs
         if wanted is None:
             wanted = tuple(
-                each for each in batch if each != key or (self.keep and each == "labels")
+                each for each in batch if each != key or (each == "labels" and self.keep())
             )
         missing = [each for each in (*wanted, key) if each not in batch]
         if missing or not key:

@@ -24,7 +24,7 @@ from parallax.common.units import format_bytes, parse_bytes
 from parallax.errors import ConfigError, DataError, printable
 from parallax.model.source import ModelConfig
 from parallax.plan.tier import AUTO
-from parallax.train.data.columns import Array, Columns, listed
+from parallax.train.data.columns import Array, Columns, listed, takes_names
 from parallax.train.data.indexed import IndexedDataConfig
 from parallax.train.data.order import Numbers, Seeds
 from parallax.train.data.paths import check_sets, data_path, files_below, found_file
@@ -82,7 +82,7 @@ class ParquetDataConfig(IndexedDataConfig):
         named = {*listed(self.inputs), *listed(self.targets)}
         left_out = _index_columns(schema) - named
         known = [each for each in schema.names if each not in left_out]
-        by_name = model.name == "huggingface"
+        by_name = takes_names(model, known)
         columns = choose(self.label, known, self.inputs, self.targets, by_name=by_name)
         limit = parse_bytes(self.cache, "data.cache")
         return ParquetTable(paths, columns, limit, self.label, stack=self.stack)
