@@ -6,6 +6,7 @@ From this description, inputs can be made with any number of rows, and with othe
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,9 @@ Sample = Callable[[int], Any]
 """A function that returns inputs of the given number of rows: a tensor, a tuple of tensors or nests, or {name: tensor
 or nest}.
 """
+
+SizeChange = Mapping[int | tuple[int, int], int]
+"""A size of the sample → the size to use in its place. For one tensor only, the key is (index of the tensor, size)."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,18 @@ class SampleShapes:
         }
         return tuple(sorted(found, reverse=True))
 
+    @property
+    def shared_sizes(self) -> tuple[tuple[int, int], ...]:
+        """(index of the tensor, size) for each of :attr:`sizes` that several tensors have, perhaps by coincidence."""
+        found = [
+            (index, size)
+            for index, (_, shape, rows) in enumerate(self.shapes)
+            for size in {size for d, size in enumerate(shape) if d != rows and size >= 4}
+            if rows is not None
+        ]
+        counts = Counter(size for _, size in found)
+        return tuple(each for each in found if counts[each[1]] > 1)
+
     def limits(self, fixed: Collection[int]) -> tuple[tuple[int | None, ...], ...]:
         """Return, for each tensor, the required size of each dimension.
 
@@ -65,22 +81,22 @@ class SampleShapes:
             for _, shape, rows in self.shapes
         )
 
-    def make(self, fake: Any, rows: int, change: Mapping[int, int] | None = None) -> Any:
+    def make(self, fake: Any, rows: int, change: SizeChange | None = None) -> Any:
         """Return inputs of ``rows`` rows in the sample's structure. ``fake(shape, dtype)`` creates their tensors.
 
         ``change`` maps sizes of the sample to the sizes to use in their place.
         """
         change = change or {}
-        order = iter(self.shapes)
+        order = enumerate(self.shapes)
 
         def new(part: Any) -> Any:
             if not isinstance(part, Tensor):
                 return part
-            dtype, shape, dimension = next(order)
+            index, (dtype, shape, dimension) = next(order)
             sizes = [
                 rows
                 if d == dimension
-                else change.get(size, size)
+                else change.get((index, size), change.get(size, size))
                 if dimension is not None
                 else size
                 for d, size in enumerate(shape)
@@ -96,7 +112,7 @@ class SampleValues:
     def __init__(self, sample: Sample, shapes: SampleShapes, rows: int) -> None:
         self._sample, self._shapes, self._rows = sample, shapes, rows
 
-    def named(self, rows: int, change: Mapping[int, int] | None = None) -> Mapping[str, Tensor]:
+    def named(self, rows: int, change: SizeChange | None = None) -> Mapping[str, Tensor]:
         """Return {name: tensor} for inputs of ``rows`` rows. ``change`` maps sizes to the smaller sizes to use in their
         place.
 

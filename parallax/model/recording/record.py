@@ -39,6 +39,7 @@ from parallax.model.recording.inputs import (
     Sample,
     SampleShapes,
     SampleValues,
+    SizeChange,
     call_arguments,
     input_names,
     sample_shapes,
@@ -274,15 +275,17 @@ class _ForwardRuns:
         evaluation = self._evaluation(traced)
         runs, rows = self._rows(traced, first)
         for change in self._changes():
-            size = next(iter(change))
+            place = next(iter(change))
+            size, alone = (place, False) if isinstance(place, int) else (place[1], True)
             if size in self.fixed:
                 continue
             try:
                 run = self._run(traced, ROWS[0][0], change)
                 merge_traces(self._model, [*runs, run], [*rows, ROWS[0][0]], None)
             except NotTraceable as error:
-                logger.debug("input size %d is fixed: %s", size, error)
-                self.fixed.add(size)
+                if not alone:
+                    logger.debug("input size %d is fixed: %s", size, error)
+                    self.fixed.add(size)
                 continue
             runs, rows = [*runs, run], [*rows, ROWS[0][0]]
         try:
@@ -333,16 +336,18 @@ class _ForwardRuns:
                     raise
         raise AssertionError("ROWS is empty")
 
-    def _changes(self) -> Iterator[dict[int, int]]:
+    def _changes(self) -> Iterator[SizeChange]:
         for size in self._shapes.sizes:
             yield {size: size // 2}
             yield {size: size - size // 4}
+        for index, size in self._shapes.shared_sizes:
+            yield {(index, size): size - size // 4}
 
     def _run(
         self,
         traced: frozenset[str],
         rows: int,
-        change: dict[int, int] | None = None,
+        change: SizeChange | None = None,
         *,
         training: bool | None = None,
     ) -> ForwardTrace:
@@ -412,7 +417,7 @@ class _ForwardRuns:
         self,
         traced: frozenset[str],
         rows: int,
-        change: dict[int, int] | None = None,
+        change: SizeChange | None = None,
         kept: Mapping[tuple[str, str], Tensor] = MappingProxyType({}),
     ) -> ForwardRecorder:
         @functools.cache
@@ -425,7 +430,7 @@ class _ForwardRuns:
         )
 
     def _record(
-        self, recorder: ForwardRecorder, rows: int, change: dict[int, int] | None = None
+        self, recorder: ForwardRecorder, rows: int, change: SizeChange | None = None
     ) -> ForwardTrace:
         try:
             trace = recorder.run(*self._inputs(rows, change))
@@ -444,7 +449,7 @@ class _ForwardRuns:
         except Exception as error:  # the model's code may raise anything
             raise NotTraceable(recorder.owner, recorder.describe_error(error)) from error
 
-    def _inputs(self, rows: int, change: dict[int, int] | None = None) -> tuple[Any, Any]:
+    def _inputs(self, rows: int, change: SizeChange | None = None) -> tuple[Any, Any]:
         return call_arguments(self._shapes.make(self._fakes.fake, rows, change))
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from parallax.config import compose
 from parallax.errors import CheckpointError, ConfigError
-from parallax.model.describe import Chain, describe, parameter_names
+from parallax.model.describe import Chain, as_tuple, describe, parameter_names
 from parallax.model.factory.huggingface import HuggingFaceConfig
 from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
@@ -91,6 +91,27 @@ def test_masks_may_be_left_out_and_lengths_vary(factory: Any, batch: Any) -> Non
     chain, blocks, plain = both(entry)
     check_same(entry, chain, blocks, plain, 3)
     assert chain.template is not None, "outputs are what the model returns"
+
+
+def test_texts_of_one_length_in_the_sample_may_have_two_lengths_later() -> None:
+    """Source and target, each padded to the longest of its batch."""
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    size = {"d_model": 16, "vocab_size": 30, "max_position_embeddings": 40}
+    for side in ("encoder", "decoder"):
+        size |= {f"{side}_layers": 1, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 16}
+
+    def texts(rows: int, source: int = 12, target: int = 12) -> dict[str, Tensor]:
+        ones = torch.ones(rows, max(source, target), dtype=torch.int64)
+        return {"input_ids": 3 * ones[:, :source], "labels": 4 * ones[:, :target]}
+
+    chain = describe(lambda: BartForConditionalGeneration(BartConfig(**size)), sample=texts)
+    blocks = materialise(chain, 0, len(chain.blocks), CPU)
+    for lengths in ((12, 12), (7, 5), (5, 8), (13, 20)):
+        values: Any = chain.arguments(texts(3, *lengths))
+        for block in blocks:
+            values = as_tuple(block(*values))
+        assert chain.results(values).logits.shape == (3, lengths[1], 30)
 
 
 def _without_mask(rows: Any) -> Any:

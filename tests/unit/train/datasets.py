@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -345,3 +345,16 @@ def in_place_of_a_dataset(kind: str) -> Any:
         "batches": DataLoader(one, batch_size=None),
         "batches of a stream": DataLoader(Numbers(8), batch_size=None),
     }[kind]
+
+
+def causal() -> nn.Module:
+    """A model whose forward computes its loss from labels."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=8, n_layer=1, n_head=1, n_positions=8))
+
+
+def headless() -> nn.Module:
+    from transformers import GPT2Config, GPT2Model
+
+    return GPT2Model(GPT2Config(vocab_size=40, n_embd=8, n_layer=1, n_head=1, n_positions=8))

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parallax.errors import CheckpointError, ConfigError, DataError
+from parallax.model.factory.custom import CustomModelConfig
 from parallax.model.factory.huggingface import HuggingFaceConfig
 from parallax.model.factory.mlp import MLPConfig
 from parallax.train.data.dataset import DatasetDataConfig
@@ -441,6 +442,16 @@ def test_the_keys_of_mappings() -> None:
         "attention_mask",
         "labels",
     ]
+
+
+@pytest.mark.parametrize(("factory", "takes"), [("causal", True), ("headless", False)])
+def test_labels_are_given_to_a_model_of_ones_own_that_takes_them(factory: str, takes: bool) -> None:
+    model = CustomModelConfig(target=f"{HERE}:{factory}")
+    keys = ["input_ids", "labels"]
+    config = DatasetDataConfig(target=f"{HERE}:Mappings", kwargs={"keys": keys}, validation=0)
+    batch = config.open(model, 0).batch(4)
+    assert list(batch.inputs(0, 1)) == keys[: 1 + takes]
+    assert batch.targets(0, 1)[0, 1] == 1  # the second key
 
 
 def test_held_out_rows_and_sets_of_them() -> None:
