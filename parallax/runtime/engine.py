@@ -215,8 +215,8 @@ class Engine:
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
     def tier_bytes(self) -> dict[str, int]:
-        """Return the bytes that this rank's tensors use between steps, as a dict from a description of each kind of
-        tensor."""
+        """Return how many bytes this rank's tensors use between steps: a dict from the description of each kind of
+        tensor, such as "the optimizer's states", to the bytes of this kind."""
         held = self._stage.held()
         given = [p.grad for p in held if p.is_leaf and p.grad is not None]
         stored = self._manager.stored_bytes + self._manager.resident_bytes if self._manager else 0
@@ -364,8 +364,11 @@ class Engine:
         return self._forward.predict(batch, self._step)
 
     def checkpoints(self, directory: Path) -> tuple[list[Path], list[str]]:
-        """Return the checkpoints in ``directory`` that :meth:`load` can read, the best one to resume from last, and
-        messages about the others. Files of interrupted saves are removed."""
+        """Return the checkpoints in ``directory`` that :meth:`load` can read, and one message about each of the others.
+
+        The last entry of the first list is the checkpoint from which a run should resume. Files of interrupted saves
+        are removed.
+        """
         return self.saving.usable(directory)
 
     def save(
@@ -438,7 +441,8 @@ class Engine:
 
 @dataclass(frozen=True)
 class EngineConfigs:
-    """The settings of :class:`Engine` besides model and plan."""
+    """The settings of :class:`Engine` besides model and plan. ``factor(step)`` returns the factor by which the learning
+    rates of a step are multiplied. The other fields are those of :meth:`Engine.build`."""
 
     stage: StageConfigs
     optimizer: OptimizerConfig

@@ -38,7 +38,8 @@ class GraphEntry:
 
     A tensor in a channel's memory has to be copied anyway, so the copy is recorded in the graph. The source of the copy
     is a leaf without memory, whose ``.grad`` collects the gradient, so that no Python code runs in the backward. A
-    tensor that has its own memory enters the graph through :class:`_Entrance`, without a copy.
+    tensor that has its own memory enters the graph through :class:`_Entrance`, without a copy. ``anchor`` is a tensor
+    that requires a gradient, so that the graph is recorded.
     """
 
     __slots__ = ("_anchor", "_arrived", "_count", "_leaves")

@@ -36,15 +36,16 @@ from parallax.swap.config import SwapConfig
 
 
 def step_loss(evaluation: Evaluation, chain: Chain, mesh: Mesh) -> StepLoss:
-    """Return the object that computes a step's loss as the plan of ``mesh`` requires: for each micro-batch, or once for
-    all rows."""
+    """Return the object that computes a step's loss with ``evaluation`` as the plan of ``mesh`` requires: for each
+    micro-batch separately, or once for the rows of all micro-batches."""
     if mesh.plan.gather_loss:
         return GatheredLoss(evaluation, chain, mesh)
     return LossOfParts(evaluation)
 
 
 class Evaluator:
-    """Evaluates batches with the forwards of an engine. ``rows`` checks that all ranks read the same rows."""
+    """Evaluates batches with ``forward``, the forwards of an engine, which compute the loss with ``evaluation``.
+    ``rows`` checks that all ranks read the same rows."""
 
     def __init__(
         self,

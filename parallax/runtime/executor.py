@@ -117,8 +117,12 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True)
 class TrainingParts:
-    """The parts of a rank that only training needs, besides the loss. ``stall_seconds()`` returns how many seconds the
-    host has waited so far for weights and activations."""
+    """The parts of a rank that only training needs, besides the loss.
+
+    ``sync`` sums gradients over replicas, and ``update`` ends each step. ``swap`` offloads activations; None if the
+    plan offloads none. ``stall_seconds()`` returns how many seconds the host has waited so far for weights and
+    activations.
+    """
 
     sync: GradientSync
     update: Update
@@ -282,11 +286,12 @@ class Executor:
         return self._stall_seconds() - before + waited
 
     def _missing(self, action: Action) -> bool:
-        """Whether the forward of an earlier stage failed, so that no tensors arrived."""
+        """Whether the forward of ``action`` lacks its inputs, because the forward of an earlier stage failed."""
         return self._plan.entering(action.stage) is not None and not self._received[_key(action)][0]
 
     def _runs_forward(self, action: Action, step: StepContext, first: int, rows: int) -> bool:
-        """Run a forward, or report the model's exception and return False."""
+        """Run the forward of ``action``, on the ``rows`` rows from row ``first`` of the batch, and return True. If the
+        model raises an exception, pass it to ``step.failed`` and return False."""
         assert step.failed is not None
         try:
             self._run_forward(action, step, first, rows)
@@ -298,7 +303,8 @@ class Executor:
         return True
 
     def _pass_nothing(self, action: Action) -> None:
-        """Skip a forward, and send a message without tensors, so that later stages skip theirs."""
+        """Skip the forward of ``action``, and send a message without tensors to the next stage, so that later stages
+        skip their forwards of this micro-batch too."""
         self._received.pop(_key(action), None)
         self._stage.skip()
         leaving = self._plan.leaving(action.stage)
@@ -425,7 +431,8 @@ class Executor:
     # ---- parts of actions
 
     def _input_parts(self, program: RankProgram) -> Iterator[Part]:
-        """Yield, for each micro-batch, this rank's rows of the model's first stage."""
+        """Yield the parts of the batch that this rank's forwards of stage 0 will read, in this order: for each
+        micro-batch, the index of this rank's first row, and its number of rows. Yield nothing on other ranks."""
         for action in program.actions:
             if action.kind is Kind.FORWARD and action.stage == 0:
                 part = self._io.rows(action.micro)
@@ -451,7 +458,8 @@ class Executor:
     def _keep_outputs(
         self, action: Action, edge: Edge, outputs: Tensors, in_flight: _InFlight, *, training: bool
     ) -> None:
-        """Detach the outputs for sending, and keep their gradient edges as roots of the backward."""
+        """Keep the detached ``outputs`` of ``action`` until they are sent over ``edge``, or pass them to the next stage
+        if it is on this rank. In training, keep their gradient edges in ``in_flight``, as roots of the backward."""
         if self._boundary is not None:
             # Only tensors with gradients are cast: masks hold the lowest fp32 number, which is -inf in two bytes.
             # Complex numbers are not cast.
@@ -475,7 +483,8 @@ class Executor:
             ]
 
     def _pass_locally(self, key: Key, detached: Tensors, *, training: bool) -> None:
-        """Pass detached outputs to the next stage, which is on this rank too.
+        """Pass detached outputs to the next stage, which is on this rank too. ``key`` is the step, the next stage, and
+        the micro-batch.
 
         In training, the next stage gets copies, because this stage's graph may have saved the outputs, and a block may
         change its input in place.

@@ -107,7 +107,8 @@ def build_stage(
 ) -> BuiltStage:
     """Build this rank's stage of the plan of ``mesh``. Without ``trains``, no parameter requires a gradient.
 
-    ``divides`` is True if the optimizer may update parts of a parameter separately.
+    ``norms`` handles the stage's BatchNorms. ``divides`` is True if the optimizer may update parts of a parameter
+    separately.
     """
     plan, precision = mesh.plan, configs.precision
     plans = {stage: plan.stages[stage] for stage in mesh.stages}

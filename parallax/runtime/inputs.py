@@ -82,7 +82,7 @@ class InputsAhead:
         self._start()
 
     def take(self, part: Part) -> Any:
-        """Return the inputs that were copied, and start to copy the next."""
+        """Return the inputs of ``part`` on the device, which were copied before, and start to copy the next part."""
         assert self._parts.popleft() == part
         self._arrive()
         failure, values, self._failure, self._values = self._failure, self._values, None, None

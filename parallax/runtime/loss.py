@@ -80,8 +80,8 @@ class StepLoss(Protocol):
         """Start a step and drop the results of the previous one."""
 
     def add(self, step: LossStep, micro: int, low: int, high: int, outputs: Tensors) -> Roots:
-        """Add the outputs of rows [low, high) of the batch; return the tensors from which the backward of these rows
-        starts."""
+        """Add the outputs of rows [low, high) of the batch, this rank's part of micro-batch ``micro``. Return the
+        tensors from which the backward of these rows starts."""
 
     def complete(self, step: LossStep) -> float:
         """Finish the loss after this rank's last forward; return the seconds spent waiting for other ranks."""
@@ -132,7 +132,8 @@ class Evaluation:
     def of(
         self, step: LossStep, outputs: Tensors, low: int, high: int, *, counted: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss of rows [low, high), and the gradient from which their backward starts.
+        """Return the loss of rows [low, high), whose outputs are ``outputs``, and the gradient of that loss from which
+        the backward starts.
 
         If ``counted`` is True, the loss is added to ``share``, and the rows are passed to the metrics.
         """
@@ -182,7 +183,8 @@ class Evaluation:
             )
 
     def _masses(self, step: LossStep, results: Any, low: int, high: int) -> tuple[float, float]:
-        """Return the weight of rows [low, high) in the mean, and the weight of the whole batch."""
+        """Return the weight of rows [low, high) in the mean over the batch, and the weight of the whole batch.
+        ``results`` is the model's return value for these rows."""
         if self._counts:
             return 1.0, step.denominator
         rows = len(step.batch)
@@ -203,8 +205,9 @@ class Evaluation:
     def _mass_of_all(self, step: LossStep, results: Any, few: int) -> float:
         """Return the weight of the whole batch in the mean.
 
-        The targets of the whole batch are counted in one call. If that fails, because their shapes differ between
-        micro-batches, the targets of each micro-batch are counted separately.
+        ``results`` is the model's return value for any ``few`` rows of the batch. The targets of the whole batch are
+        counted in one call. If that fails, because their shapes differ between micro-batches, the targets of each
+        micro-batch are counted separately.
         """
         rows, mass = len(step.batch), partial(self._counting.row_weight, results, few, step.batch)
         try:
@@ -281,7 +284,7 @@ class _PartOutputs(NamedTuple):
 
 
 class _Whole(NamedTuple):
-    """One output for the whole batch. ``has_rows``: whether the first dimension is the rows."""
+    """The description of one output for the whole batch. ``has_rows``: whether the first dimension is the rows."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -302,7 +305,7 @@ class _Buffer:
     differ: bool = False
 
     def add(self, output: Tensor, low: int, high: int, batch: int) -> None:
-        """Copy ``output`` into rows [low, high)."""
+        """Add ``output``, the value for rows [low, high) of a batch of ``batch`` rows."""
         if output.dim() == 0 or len(output) != high - low:
             self.add_single(output)
             return
@@ -319,7 +322,8 @@ class _Buffer:
         self.differ |= not _same(self.single, value)
 
     def settle(self, parts: Sequence[_PartOutputs]) -> None:
-        """Convert the values that were collected as rows, after the output proved to have no rows."""
+        """Move the values in ``rows`` to ``single``. Call this method if the output proves to have no rows, for the
+        micro-batches ``parts`` whose values were taken for rows because their length is the micro-batch's size."""
         for part in parts if self.rows is not None else ():
             self.add_single(self.rows[part.low : part.high])  # type: ignore[index]
 
@@ -392,7 +396,7 @@ class GatheredLoss:
         self._gradients.clear()
 
     def _parts_of_all(self) -> list[_PartOutputs]:
-        """Return the micro-batches of all replicas."""
+        """Return the descriptions of the outputs of all micro-batches of all replicas. Collective over the replicas."""
         if self._mesh.statistics is None:
             return self._parts
         found = all_gather_object(self._parts, self._mesh.statistics)
@@ -419,7 +423,8 @@ class GatheredLoss:
         return torch.zeros(whole.shape, dtype=whole.dtype, device=self._mesh.device)
 
     def _summed(self, tensor: Tensor) -> Tensor:
-        """All-reduce over replicas; at each index at most one replica is non-zero."""
+        """All-reduce ``tensor`` in place over the replicas, and return it. At each index, at most one replica may have
+        a value other than zero."""
         if self._mesh.statistics is not None and tensor.numel():
             dist.all_reduce(tensor.view(-1).view(torch.uint8), group=self._mesh.statistics)
         return tensor
@@ -443,8 +448,11 @@ class GatheredLoss:
 
 
 def _agreed(parts: Sequence[_PartOutputs], rows: int, rowless: Collection[int]) -> list[_Whole]:
-    """Return a description of each output for the whole batch, from the ``parts`` of all micro-batches. Raises
-    :class:`DataError` if micro-batches returned different shapes or types."""
+    """Return a description of each of the model's outputs for the whole batch of ``rows`` rows.
+
+    ``parts`` describes the outputs of each micro-batch of every replica. ``rowless`` holds the indices of the outputs
+    that are known to have no rows. Raises :class:`DataError` if micro-batches returned different shapes or types.
+    """
     counts = sorted({len(part.outputs) for part in parts})
     if len(counts) > 1:
         raise DataError(

@@ -49,8 +49,10 @@ class SaveInProgress:
     """One save.
 
     ``fence``: decides whether this start of the run may still complete checkpoints in the folder. ``entries``: the
-    index entries that are known before anything is written, equal on all ranks. ``part``: the future of this rank's
-    files, which ``thread`` writes. ``cancel()`` makes the thread skip the files that are not written yet.
+    index entries that are known before anything is written, equal on all ranks. ``retention``: selects the older
+    checkpoints to keep. ``part``: the future of this rank's files, which ``thread`` writes. ``cancel()`` makes the
+    thread skip the files that are not written yet. ``naming``: the future of writing the index and renaming the folder;
+    None until all ranks have written their files.
     """
 
     directory: Path
@@ -201,7 +203,8 @@ class PendingSaves:
         }
 
     def _end(self) -> Path:
-        """Wait for the index, which completes the checkpoint; start to remove superseded checkpoints."""
+        """Wait until the index is written, which completes the checkpoint, and start to remove the checkpoints that it
+        supersedes. Return the folder of the complete checkpoint."""
         assert self._save is not None
         save = self._save
         assert save.naming is not None
@@ -216,7 +219,8 @@ class PendingSaves:
         return save.final
 
     def _superseded(self, directory: Path, retention: Retention, step: int) -> list[int]:
-        """Return the steps whose checkpoints the checkpoint of ``step`` supersedes, and forget these steps."""
+        """Return the steps whose checkpoints in ``directory`` are superseded by the checkpoint of ``step`` under
+        ``retention``. The returned steps are removed from the record of existing checkpoints."""
         held = self._held_in(directory, retention, step)
         gone = retention.superseded(held, step)
         for each in gone:
@@ -224,7 +228,8 @@ class PendingSaves:
         return gone
 
     def _held_in(self, directory: Path, retention: Retention, step: int) -> dict[int, float | None]:
-        """Return a dict from the step to the metric of each checkpoint that every node has."""
+        """Return the record of the checkpoints in ``directory`` that every rank sees: a dict from the step of each to
+        the value of the metric of ``retention``, or to None. The folders are read at the first call only."""
         if directory not in self._held:
             has_metric = retention.best > 0
 

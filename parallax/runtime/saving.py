@@ -50,8 +50,8 @@ _SHARE = 0.5  # share of the free memory for copies of saved tensors
 
 
 class Saving:
-    """Saves and loads one rank's part of a checkpoint. ``later`` holds the names of shared tensors that another rank
-    saves."""
+    """Saves and loads one rank's part of a checkpoint: the weights of ``stage``, the states of ``optimizer``, of the
+    loss scale, and of the averages. ``later`` holds the names of shared tensors that another rank saves."""
 
     def __init__(
         self,
@@ -80,11 +80,12 @@ class Saving:
         self.pending = PendingSaves(mesh)
 
     def usable(self, directory: Path) -> tuple[list[Path], list[str]]:
-        """Return the checkpoints in ``directory`` that are complete over all nodes, the best one to resume from last,
-        and messages about the others.
+        """Return the checkpoints in ``directory`` that are complete over all nodes, and one message about each of the
+        others.
 
-        A checkpoint of a later start of the run counts as better than any of an earlier start. Files of interrupted
-        saves are removed. Raises :class:`CheckpointError` if there are checkpoints but none is complete.
+        The last entry of the first list is the checkpoint from which a run should resume. Checkpoints are ordered by
+        the start of the run that saved them, and then by their step. Files of interrupted saves are removed. Raises
+        :class:`CheckpointError` if there are checkpoints but none is complete.
         """
         fence, groups = self._fence_of(directory), self._groups_of(directory)
 
@@ -141,7 +142,7 @@ class Saving:
         self, directory: Path, step: int, entries: dict[str, Any], retention: Retention = ALL_STAY
     ) -> None:
         """Start a save and return when the tensors are copied; :attr:`pending` then writes them in the background. An
-        earlier save is finished first."""
+        earlier save is finished first. The parameters are those of :meth:`save`."""
         self.pending.finish()
         self._report_left_out()
         # A copy: the caller may change its state while the checkpoint is written.
@@ -263,8 +264,8 @@ class Saving:
         return reader
 
     def _writer(self, folder: Path, step: int, thread: ThreadPoolExecutor) -> PartWriter:
-        """Return the writer of this rank's part. The first replica writes the stage; other replicas write the optimizer
-        states that only they hold."""
+        """Return the writer of this rank's part, which ``thread`` writes into ``folder``. The first replica writes the
+        stage; other replicas write the optimizer states that only they hold."""
         replica, tensors = self._mesh.replica, self._stage.named_tensors()
 
         def check(name: str, value: Tensor) -> None:

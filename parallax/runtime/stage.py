@@ -45,7 +45,8 @@ _POSITIVE = 2**63 - 1
 def keep_resident(
     chain: Chain, indices: Sequence[int], share: float, blocks: Iterable[Iterable[nn.Parameter]]
 ) -> Stream:
-    """Build the ``blocks``, and return access to their parameters, all of which are resident."""
+    """Iterate ``blocks``, which builds the blocks, and return the object that stands in for offloaded parameters in a
+    stage whose parameters all stay on the device. The other arguments are ignored."""
     del chain, indices, share
     return ResidentParameters(blocks)
 
@@ -70,6 +71,7 @@ class Stage(nn.Module):
     The random state of a block's forward depends only on seed, step, first row and block. So a recomputed forward draws
     the same numbers, and so does another plan with the same micro-batches. Dropout is the same under every plan
     (:mod:`parallax.model.layers.dropout`). ``norms`` handles BatchNorms (:mod:`parallax.model.layers.norms`).
+    ``open_stream`` opens the store of offloaded parameters.
 
     With ``compile``, the forward of each block is compiled for any number of rows. A compiled block hides its operators
     from dispatch modes. So its backward is not split, and its dropout draws from the compiler's generator, which has
@@ -194,8 +196,8 @@ class Stage(nn.Module):
             trim_freed_memory()  # frees a block's temporary memory before the next block is made
 
     def _check_share(self, chain: Chain, share: float) -> None:
-        """Raise :class:`PlanError` if more parameter bytes stay on the device than the plan counts, because some cannot
-        be offloaded."""
+        """Raise :class:`PlanError` if more parameter bytes stay on the device than the plan counts, because some
+        parameters cannot be offloaded. The plan offloads at least a fraction ``share`` of the bytes."""
         may_go = {
             p
             for i, block in zip(self._indices, self.blocks)
@@ -310,9 +312,12 @@ class Stage(nn.Module):
         swap: tuple[SwapManager, Selector] | None,
         weight_gradients: WeightGradStore | None = None,
     ) -> tuple[Tensor, ...]:
-        """Run the forward of stage number ``stage``. ``swap`` offloads activations of micro-batch ``micro``.
+        """Run the forward of stage number ``stage`` on ``inputs``, the rows ``where``, and return its outputs.
+
+        ``swap`` offloads activations; ``micro`` is the number by which it identifies the micro-batch.
         ``weight_gradients`` defers the weight gradients of blocks that keep their activations; for an offloaded or
-        recomputed block, deferring would hold the activations in memory."""
+        recomputed block, deferring would hold the activations in memory.
+        """
         training = torch.is_grad_enabled()
         if training and not self._dense:
             make_gradients_dense(self.named_tensors())
@@ -352,7 +357,12 @@ class Stage(nn.Module):
         where: MicroBatchContext,
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Run the forward of a block that is recomputed: the original forward, or its repetition in the backward."""
+        """Run the forward of a block that is recomputed, and return its outputs.
+
+        The first call for a micro-batch is the original forward, the second its repetition in the backward; ``found``
+        keeps the state of the block's buffers between the two. If ``copy`` is True, the block gets copies of
+        ``inputs``. ``place`` is the index of the block among the blocks of this rank.
+        """
         if place not in self._changing:
             self._changing[place] = ChangingBuffers(
                 self._by_place[place],
@@ -372,11 +382,12 @@ class Stage(nn.Module):
     def _run_copies(
         self, copy: bool, place: int, where: MicroBatchContext, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run a block that will be recomputed, and leave ``inputs`` unchanged.
+        """Run the block at index ``place`` of this rank, which will be recomputed, and leave ``inputs`` unchanged.
 
-        A block that changes its inputs in place gets copies of the inputs. The first run of a block detects whether it
-        changes them. If the forward of a micro-batch copies the inputs, its repetition in the backward must copy them
-        too: a copy may have other strides, for which a compiled block would run another program and save other tensors.
+        With ``copy``, the block gets copies of the inputs. Only blocks that change their inputs in place need this, and
+        the first run of a block, always with copies, detects whether it changes them. If the forward of a micro-batch
+        copies the inputs, its repetition in the backward must copy them too: a copy may have other strides, for which a
+        compiled block would run another program and save other tensors.
         """
         if not copy:
             return self._run_block(place, where, None, *inputs)
@@ -387,8 +398,9 @@ class Stage(nn.Module):
         return outputs
 
     def _seed_of(self, place: int, where: MicroBatchContext) -> int:
-        """Return the seed of a block for one micro-batch. Seeds of different steps and blocks are unrelated. Within a
-        step, the seeds of a block differ by multiples of ``_ODD``."""
+        """Return the random seed for the block at index ``place`` of this rank, on the rows of ``where``. Seeds of
+        different steps and blocks are unrelated. Within a step, the seeds of a block differ by multiples of
+        ``_ODD``."""
         if where.step != self._seeded:
             self._seeds = [block_seed(self._seed, where.step, index) for index in self._indices]
             self._seeded = where.step

@@ -27,12 +27,13 @@ from parallax.runtime.stage import Stage
 
 
 class Update:
-    """Updates one rank's stage at the end of a step.
+    """Updates one rank's ``stage`` with ``optimizer`` at the end of a step.
 
-    ``factor(step)`` returns the factor of all learning rates; ``rate`` is ``lr`` times this factor. ``groups`` are the
-    parameter groups. ``later`` holds the names of shared parameters that another rank includes in the gradient norm.
-    ``losses()`` returns the losses that this rank has computed. ``read()`` is called before the host reads the loss
-    from the device, so that other numbers can be copied at the same time.
+    ``scale`` is the loss scale, and ``averages`` counts the updates of averaged weights. ``factor(step)`` returns the
+    factor of all learning rates; ``rate`` is ``lr`` times this factor. ``groups`` are the parameter groups. ``later``
+    holds the names of shared parameters that another rank includes in the gradient norm. ``losses()`` returns the
+    losses that this rank has computed. ``read()`` is called before the host reads the loss from the device, so that
+    other numbers can be copied at the same time.
 
     After each :meth:`run`, ``loss``, ``norm``, ``verdict`` and ``rate`` describe the step, and are equal on all ranks.
     ``rows`` checks that the batches of all ranks have the same rows.
@@ -74,9 +75,10 @@ class Update:
         self._batch, self._numbers = batch, self.rows.numbers(batch)
 
     def _measure(self, loss: Tensor) -> tuple[dict[str, Tensor], list[float]]:
-        """Set ``loss`` and ``norm`` to their values over all ranks.
+        """Set the attributes ``loss`` and ``norm`` to the loss and the gradient norm over all ranks.
 
-        Return the tensors that this rank includes in the norm, by name, and the row digests, summed over all ranks.
+        The argument ``loss`` is this rank's part of the loss. Return the tensors whose gradients this rank includes in
+        the norm, by name, and the row digests, summed over all ranks.
         """
         tensors = self._stage.named_tensors() if self._mesh.replica == 0 else {}
         owned = {name: tensor for name, tensor in tensors.items() if name not in self._later}

@@ -38,9 +38,12 @@ def open_checkpoint(
     *,
     averaged: bool = False,
 ) -> CheckpointReader:
-    """Return the reader of a checkpoint, after every rank has checked the tensors that its ``stage`` needs.
+    """Return the reader of the checkpoint ``directory``, after every rank has checked the tensors that its ``stage``
+    needs.
 
-    All ranks call this function. If ``averaged`` is True, the reader returns the averages of weights that have one.
+    All ranks call this function. Files that only other nodes have are copied first; ``groups`` says which ranks share
+    the directory. ``check_more`` may refuse the checkpoint by an exception, which all ranks raise. If ``averaged`` is
+    True, the reader returns the averages of weights that have one.
     """
     left_out, names = chain.left_out, saved_tensors(chain, stage)
     collect(directory, names, groups)
@@ -76,7 +79,7 @@ def saved_tensors(chain: Chain, stage: Stage) -> dict[str, Tensor]:
 
 
 def _loaded(chain: Chain, stage: Stage, held: HeldMasters) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (name, tensor, new value) for the stage's tensors that the checkpoint holds.
+    """Yield (name, tensor, new value) for the stage's tensors that the checkpoint holds. ``held`` reads the values.
 
     An offloaded block is written as a whole. So its tensors that the checkpoint leaves out are yielded too, with their
     present values.

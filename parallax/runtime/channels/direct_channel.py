@@ -1,9 +1,9 @@
 """Channels between devices, over a backend such as NCCL. Neither host waits for its device.
 
-The tensors of a message travel as one buffer from device to device, in the order in which they were queued on the
-group. The header, which describes them, travels from host to host over gloo: reading a header from the device would
-wait for all work queued before. A device receive is queued only when the caller asks for the message, because a queued
-NCCL receive occupies a part of the device until its message arrives.
+The tensors of a message travel as one buffer from device to device. The process group sends these buffers in the order
+in which they were queued. The header, which describes the tensors, travels from host to host over gloo: reading a
+header from the device would wait for all work queued before. A device receive is queued only when the caller asks for
+the message, because a queued NCCL receive occupies a part of the device until its message arrives.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ class DirectSender:
         self._underway = Underway()
 
     def send(self, tensors: Sequence[Tensor], rows: int) -> None:
-        """Queue one message on the device. Wait while more than ``ahead`` messages have not been received."""
+        """Queue one message on the device, and then wait until at most ``ahead`` messages have not been received.
+
+        ``rows`` is ignored.
+        """
         del rows  # no size is guessed
         spec = spec_of(tensors)
         layout, header = lay_out(spec), header_of(spec)
@@ -74,7 +77,7 @@ class DirectReceiver:
         self._posted: tuple[dist.Work, Tensor] | None = None
 
     def post(self, rows: int) -> None:
-        """Post the receive of the next header; nothing is queued on the device."""
+        """Post the receive of the next header; nothing is queued on the device. ``rows`` is ignored."""
         del rows  # no size is guessed
         if self._posted is None:
             header = torch.empty(LEAST, dtype=torch.uint8)
@@ -84,7 +87,7 @@ class DirectReceiver:
         """Return the tensors of the next message, with the shapes and dtypes in its header.
 
         The host waits only for the header. The device receives the values before it runs any work that the caller then
-        queues on its stream. ``copy`` gives each tensor its own memory.
+        queues on its stream. ``copy`` gives each tensor its own memory. ``rows`` is ignored.
         """
         self.post(rows)
         assert self._posted is not None

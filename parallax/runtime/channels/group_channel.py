@@ -98,7 +98,10 @@ class Underway:
 
 
 class GroupSender:
-    """The sending end of one channel. At most ``ahead`` messages are sent but not yet received."""
+    """The sending end of one channel. At most ``ahead`` messages are sent but not yet received.
+
+    ``staging`` copies device tensors to the host buffers that gloo sends.
+    """
 
     def __init__(self, address: Address, staging: Staging, ahead: int) -> None:
         self._address, self._staging, self._ahead = address, staging, ahead

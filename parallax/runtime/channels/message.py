@@ -53,6 +53,7 @@ def aligned(count: int) -> int:
 class Layout:
     """The positions of consecutive tensors in a buffer: the byte offset of each, and the total bytes.
 
+    ``spec`` holds the type and the shape of each tensor, ``starts`` the byte offsets, and ``size`` the total bytes.
     ``numbers`` describes the layout as integers for the peer (:func:`read_numbers`).
     """
 
@@ -62,8 +63,11 @@ class Layout:
     size: int
 
     def views(self, buffer: Tensor, offset: int = 0) -> list[Tensor]:
-        """Return the tensors as views of ``buffer``, from byte ``offset`` on. The memory of the buffer is aligned. Each
-        view has its own version counter, as if it had its own memory."""
+        """Return one tensor per entry of the layout, each a view of ``buffer``; the first begins at byte ``offset``.
+
+        The byte at ``offset`` must be aligned to :data:`ALIGNMENT` bytes in the memory of ``buffer``. Each view has its
+        own version counter, as if it had its own memory.
+        """
         storage, first = buffer.untyped_storage(), buffer.storage_offset() + offset
         return [
             torch.empty(0, dtype=dtype, device=buffer.device).set_(
@@ -79,7 +83,8 @@ _NO_GRADIENT = torch.empty(0, dtype=torch.bool)
 
 
 def packed(gradients: Gradients) -> Tensors:
-    """Return ``gradients`` with a placeholder tensor for each None."""
+    """Return ``gradients`` with a placeholder tensor in place of each None, as a message can hold only tensors.
+    :func:`unpacked` is the inverse."""
     return tuple([_NO_GRADIENT if each is None else each for each in gradients])
 
 

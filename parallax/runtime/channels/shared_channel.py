@@ -115,7 +115,10 @@ class Listener:
 
 
 class SharedSender:
-    """The sending end of one channel. At most ``ahead`` messages are sent but not yet received."""
+    """The sending end of the channel along ``route``. At most ``ahead`` messages are sent but not yet received.
+
+    ``contact`` is the address of the receiving process.
+    """
 
     def __init__(self, route: Route, contact: Contact, ahead: int) -> None:
         self._peer, self._slots = route.receiver, min(ahead, _MOST)
@@ -204,8 +207,11 @@ class SharedSender:
 
 
 class SharedReceiver:
-    """The receiving end of one channel. It accepts the sender's connection when the first message is requested, so that
-    ranks cannot deadlock by creating their channels in different orders."""
+    """The receiving end of the channel along ``route``. It accepts the sender's connection when the first message is
+    requested, so that ranks cannot deadlock by creating their channels in different orders.
+
+    ``listener`` is this process's socket, and ``contact`` the address of the sending process.
+    """
 
     posts = False  # messages wait in the ring
 
@@ -278,7 +284,8 @@ class SharedReceiver:
 
 
 class _Ring:
-    """A ring of slots in memory that two processes map; each process has its own object."""
+    """A ring of ``slots`` slots of ``size`` bytes each, in the memory of the open file ``file``. Sender and receiver
+    both map this memory, and each of the two processes has its own object of this class."""
 
     def __init__(self, file: int, slots: int, size: int) -> None:
         self.size = size
@@ -286,7 +293,7 @@ class _Ring:
         self._views: dict[Layout, _Views] = {}
 
     def views(self, layout: Layout) -> _Views:
-        """Return a dict from each slot to the tensors of a message with ``layout`` in this slot."""
+        """Return a dict from each slot's number to the tensors in this slot, for messages with ``layout``."""
         if layout not in self._views:
             if len(self._views) == _KEPT:
                 self._views.clear()
@@ -295,7 +302,10 @@ class _Ring:
 
 
 class _Views(dict[int, list[Tensor]]):
-    """A dict from each slot to the tensors in this slot, which are created on first access."""
+    """A dict from each slot's number to the tensors in this slot, which are created on first access.
+
+    ``memory`` is the whole ring, ``size`` the bytes of a slot, and ``layout`` the layout of the tensors in a slot.
+    """
 
     def __init__(self, memory: Tensor, size: int, layout: Layout) -> None:
         super().__init__()
@@ -330,7 +340,7 @@ def _open_process(process: int) -> Iterator[int]:
 
 
 def _read(connection: socket.socket, count: int) -> bytes:
-    """Return exactly ``count`` bytes."""
+    """Wait until ``count`` bytes have arrived on ``connection``, and return them."""
     found = connection.recv(count, socket.MSG_WAITALL)
     if len(found) < count:
         raise EOFError
@@ -364,7 +374,7 @@ def _close(listener: socket.socket, connections: dict[Route, socket.socket]) -> 
 
 
 def _failure(rank: int, error: Exception) -> TransportError:
-    """Return a :class:`TransportError` that describes ``error``."""
+    """Return a :class:`TransportError` that describes ``error``, which the channel to or from ``rank`` has raised."""
     if isinstance(error, EOFError | BrokenPipeError | ConnectionError):
         return TransportError(f"rank {rank} has ended or given up: its own messages say why")
     if isinstance(error, BlockingIOError):

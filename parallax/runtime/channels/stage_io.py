@@ -65,7 +65,11 @@ class StageIO:
                 self._open(edge, edge.sender, Kind.RECEIVE_GRADIENT, Kind.SEND_ACTIVATION)
 
     def _open(self, edge: Edge, stage: int, receives: Kind, sends: Kind) -> None:
-        """Open the channels of ``edge`` for ``stage``, which is the sender or the receiver of the edge."""
+        """Open the channels of ``edge`` for ``stage``, which is the sender or the receiver of the edge.
+
+        ``receives`` and ``sends`` are the kinds of actions by which ``stage`` uses these channels: receive gradients
+        and send activations if it is the edge's sender, receive activations and send gradients otherwise.
+        """
         mine, backward = self._mesh.rank, sends is Kind.SEND_GRADIENT
         others = self._mesh.plan.ranks(_other_end(edge, stage))
         self._edges[receives, stage] = self._edges[sends, stage] = edge
@@ -82,7 +86,7 @@ class StageIO:
         ]
 
     def begin(self, rows: int, micro_batches: int) -> None:
-        """Start a step over ``rows`` rows."""
+        """Start a step over ``rows`` rows, which are divided into ``micro_batches`` micro-batches."""
         bounds = [micro_batch_rows(rows, micro_batches, micro) for micro in range(micro_batches)]
         self._sizes = [high - low for low, high in bounds]
         self._parts = [(low, self._part(high - low)) for low, high in bounds]
@@ -103,7 +107,7 @@ class StageIO:
         return any(receiver.posts for ends in self._receivers.values() for receiver in ends)
 
     def post(self, action: Action) -> None:
-        """Post the receive of a message."""
+        """Post the receives of the messages of the receive ``action``, one from each peer that shares rows."""
         ends = self._receivers[action.kind, action.stage]
         for other, (low, high) in self._shares(action):
             ends[other].post(high - low)
@@ -159,7 +163,8 @@ class StageIO:
         )
 
     def send(self, action: Action, tensors: Tensors) -> None:
-        """Send ``tensors`` to all peers."""
+        """Send ``tensors``, the outputs of the send ``action``, to all peers: to each peer the rows that it shares with
+        this rank."""
         ends, shares = self._senders[action.kind, action.stage], self._shares(action)
         if len(shares) == 1:
             other, (low, high) = shares[0]

@@ -54,7 +54,8 @@ class Buffers:
         return Lease(arena.data[:count], arena)
 
     def release(self, leases: Iterable[Lease], read: Event | None = None) -> None:
-        """Release ``leases``. Their buffers are reused only after ``read``, an event of the device."""
+        """Release ``leases``. Their buffers are reused only after ``read``, the device's event after which it reads
+        them no more, or at once if ``read`` is None."""
         self._released.extend([(each.arena, read or DoneEvent()) for each in leases])
 
     def close(self) -> None:

@@ -40,7 +40,8 @@ def mark(tensor: Tensor) -> int:
 
 
 def seal(index: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of all entries of an index except the one that holds this hash."""
+    """Return the SHA-256 of all entries of ``index``, the content of a ``checkpoint.json``, except the entry that holds
+    this hash."""
     entries = {key: value for key, value in index.items() if key != SEAL}
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 

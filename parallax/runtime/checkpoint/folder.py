@@ -52,7 +52,8 @@ def remove_partial(directory: Path) -> None:
 
 
 def digest(directory: Path) -> str:
-    """Return a digest that distinguishes checkpoints of the same step."""
+    """Return the SHA-256 of the index file of the checkpoint in ``directory``. It distinguishes checkpoints of the same
+    step."""
     return hashlib.sha256((directory / INDEX).read_bytes()).hexdigest()
 
 
@@ -73,7 +74,9 @@ def begin(partial: Path) -> None:
 
 
 def finish(partial: Path, index: dict[str, Any]) -> None:
-    """Write ``index`` and rename the folder to its final name. A checkpoint of the same step is replaced."""
+    """Write ``index`` as the index file of the temporary folder ``partial``, and rename the folder to its final name. A
+    checkpoint of the same step is replaced. Raises :class:`CheckpointError` if the index cannot be written or the
+    folder cannot be renamed."""
     path = partial / INDEX
     entries = {"version": VERSION, **index}
     text = json.dumps({SEAL: seal(entries), **entries}, indent=1)
@@ -89,7 +92,8 @@ def finish(partial: Path, index: dict[str, Any]) -> None:
 
 
 def give_name(partial: Path) -> None:
-    """Rename the complete folder ``partial`` to its final name. A checkpoint of the same step is replaced."""
+    """Rename the temporary folder ``partial``, which is complete, to its final name. A checkpoint of the same step is
+    replaced."""
     name = partial.name.removeprefix(_PARTIAL)
     final, replaced = partial.parent / name, partial.parent / f"{_REPLACED}{name}"
     sync(partial)
@@ -101,7 +105,8 @@ def give_name(partial: Path) -> None:
 
 
 def free_text(path: Path) -> str:
-    """Return a text with the free bytes of the disk, to append to an error message."""
+    """Return the free bytes of the disk of ``path`` as text to append to an error message, such as ", 3.1 GiB free"; ""
+    if they cannot be read."""
     try:
         return f", {format_bytes(disk_free_bytes(path))} free"
     except OSError:

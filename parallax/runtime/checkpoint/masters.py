@@ -51,7 +51,12 @@ class HeldMasters:
                 self._check_range(name, self.weight(name, mine), mine)
 
     def weight(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the checkpoint's value for ``tensor``, in the format of ``tensor`` or of its master weights."""
+        """Return the checkpoint's value of ``tensor``, the tensor ``name`` of the model.
+
+        If the checkpoint has the weight in another format than ``tensor``, and also a master weight, the master weight
+        is returned, unless averages are read. Otherwise the saved weight is returned, in the format in which it was
+        saved. The caller converts the result to the format of ``tensor``.
+        """
         found = self._reader.read(f"model/{name}")
         if (
             found.dtype is tensor.dtype or self._reader.averaged
@@ -61,7 +66,8 @@ class HeldMasters:
         return found if master is None else master
 
     def states(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the optimizer states for ``tensor``, including its master weights if it needs them."""
+        """Return the optimizer states of the parameter ``tensor`` by the states' names. They include its master
+        weights if this run needs them and the checkpoint has their values."""
         known = self._reader.states(name)
         master = known.pop(MASTER, None)
         if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
@@ -74,7 +80,8 @@ class HeldMasters:
         return known if master is None else {**known, MASTER: master}
 
     def _check_range(self, name: str, found: Tensor, tensor: Tensor) -> None:
-        """Raise if a value of ``found`` is too large for the format of ``tensor``."""
+        """Raise :class:`CheckpointError` if a finite value of ``found``, the checkpoint's value of the tensor ``name``,
+        is too large for the format of ``tensor``."""
         lost = torch.isfinite(found) & ~torch.isfinite(found.to(tensor.dtype))
         if bool(lost.any()):
             value = found[lost][0].item()

@@ -63,8 +63,9 @@ class CheckpointReader:
     ) -> None:
         """Raise :class:`CheckpointError` if the checkpoint is of another model.
 
-        It is of another model if its names differ from ``expected``, or if its fingerprint differs. A difference in
-        number format alone (``dtype``) is accepted if ``structure`` is equal.
+        It is of another model if the names of its model tensors differ from ``expected``, or if its fingerprint differs
+        from ``fingerprint``. The fingerprint includes the number format. So a checkpoint in another format than
+        ``dtype`` is also accepted if ``structure``, a hash that does not depend on the format, is equal.
         """
         wanted = set(expected)
         found = {
@@ -120,16 +121,16 @@ class CheckpointReader:
             )
 
     def held(self) -> dict[str, Tensor]:
-        """Return the shape and type of each tensor of the checkpoint: a dict from full names to tensors without
-        values."""
+        """Return the shape and type of each tensor on this node: a dict from full names, such as ``model/<name>`` or
+        ``<optimizer state>/<name>``, to tensors without values."""
         held: dict[str, Tensor] = {}
         for file in {id(file): file for _, file in self._where.values()}.values():
             held |= held_in(file)
         return held
 
     def model_tensors(self) -> dict[str, Tensor]:
-        """Return the shape and type of each of the model's tensors: a dict from names in the model to tensors without
-        values."""
+        """Return the shape and type of each of the model's tensors on this node: a dict from names in the model to
+        tensors without values."""
         return {
             name.removeprefix("model/"): tensor
             for name, tensor in self.held().items()
@@ -137,7 +138,7 @@ class CheckpointReader:
         }
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor with the full name ``name``."""
+        """Return the tensor with the full name ``name``, such as ``model/<name>`` or ``<optimizer state>/<name>``."""
         average = name.replace("model/", f"{AVERAGE}/", 1)
         if self.averaged and name.startswith("model/") and average in self._checksums:
             return self._read(average).to(self._formats[name])
@@ -159,7 +160,8 @@ class CheckpointReader:
         return tensor
 
     def _find(self, name: str) -> tuple[Path, Any]:
-        """Return the file that holds the tensor ``name``, and the open file."""
+        """Return the path of the file that holds the tensor with the full name ``name``, and the open file. Raises
+        :class:`CheckpointError` if this node has no such file."""
         if name in self._where and name in self._checksums:
             return self._where[name]
         if name not in self._where and name in self._nodes:
@@ -177,17 +179,18 @@ class CheckpointReader:
             self._verified.add(path)
 
     def elsewhere(self) -> dict[str, str]:
-        """Return a dict from the name of each tensor that this node does not have to the node that saved it."""
+        """Return a dict from the full name of each tensor that this node lacks to the name of the node that saved the
+        tensor."""
         return {name: node for name, node in self._nodes.items() if name not in self._where}
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """Return the full names of the tensors of the parameters ``names`` that are in the checkpoint, but not on this
-        node."""
+        """Return the full names (``model/<name>``, ``<optimizer state>/<name>``) of those tensors of the parameters
+        ``names`` that are in the checkpoint, but not on this node."""
         wanted = [f"{kind}/{name}" for name in names for kind in ("model", *self._optimizer)]
         return [each for each in wanted if each in self._checksums and each not in self._where]
 
     def files(self) -> dict[str, str]:
-        """Return a dict from the name of each tensor on this node to the name of its file."""
+        """Return a dict from the full name of each tensor on this node to the name of the file that holds it."""
         return {name: path.name for name, (path, _) in self._where.items()}
 
     def check_whole(self) -> None:
@@ -197,7 +200,8 @@ class CheckpointReader:
                 raise CheckpointError(self._elsewhere(name))
 
     def _elsewhere(self, name: str) -> str:
-        """Return the error message for a tensor that is on another node."""
+        """Return the error message for the tensor ``name``, which this node lacks because another node has saved
+        it."""
         place, here = printable(self._nodes[name]), {self._nodes.get(each) for each in self._where}
         mine = ", ".join(sorted(printable(str(each)) for each in here if each)) or "no node"
         return (
@@ -227,7 +231,8 @@ class CheckpointReader:
                     self.read(each)
 
     def states(self, name: str) -> dict[str, Tensor]:
-        """Return the optimizer states of a parameter; empty if the parameter never had a gradient."""
+        """Return the optimizer states of the parameter ``name``, by the states' names; empty if the parameter never had
+        a gradient."""
         return {key: self.read(f"{key}/{name}") for key in self._states_of(name)}
 
     def state_of(self, name: str, key: str) -> Tensor | None:
@@ -239,7 +244,8 @@ class CheckpointReader:
 
 
 def read_metrics(directory: Path) -> dict[str, Any]:
-    """Return the metrics of a checkpoint; empty if they cannot be read."""
+    """Return the values of the metrics, by name, that were saved with the checkpoint in ``directory``; an empty dict if
+    they cannot be read."""
     try:
         return dict(_read_index(directory).get("metrics", {}))
     except (CheckpointError, ValueError, TypeError):
@@ -262,7 +268,8 @@ def _read_index(directory: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _as_damage(path: Path) -> Iterator[None]:
-    """Re-raise parse and read errors in the block as an error about the damaged file."""
+    """A context in which an error of reading or parsing is raised as :class:`CheckpointError`, which says that ``path``
+    is damaged."""
     try:
         yield
     except (

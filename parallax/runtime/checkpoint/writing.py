@@ -45,7 +45,8 @@ class WrittenParts:
 
 
 def contents_of(parts: Iterable[WrittenParts]) -> dict[str, Any]:
-    """Return the entries of a checkpoint's index that describe its files."""
+    """Return the entries of a checkpoint's index that describe the files in ``parts``: checksums, files, and the names
+    of the optimizer states."""
     whole = WrittenParts()
     for part in parts:
         whole.checksums.update(part.checksums)
@@ -59,10 +60,11 @@ def contents_of(parts: Iterable[WrittenParts]) -> dict[str, Any]:
 
 
 class PartWriter:
-    """Writes one rank's tensors into files in ``folder``, whose names begin with ``part``.
+    """Writes one rank's tensors into files in ``folder``. The files' names begin with ``part``.
 
     ``part_bytes`` is the approximate size of a file. The tensors of a file are collected in a buffer of this size in
-    ``memory``. ``expected_bytes`` is the approximate size of all tensors of the rank.
+    ``memory``. ``thread``, an executor with a single thread, calls ``check`` for each tensor and writes the files.
+    ``expected_bytes`` is the approximate size of all tensors of the rank.
     """
 
     def __init__(
@@ -162,8 +164,8 @@ def write_file(path: Path, tensors: dict[str, Tensor], checksums: dict[str, int]
 
 
 def _put(file: BinaryIO, data: bytes | memoryview, whole: Any) -> int:
-    """Write ``data`` to ``file``, update the hash ``whole`` with it, and return its checksum. Chunks fit the
-    processor's caches."""
+    """Write ``data`` to ``file``, update ``whole``, the hash of the file, with ``data``, and return the CRC-32 of
+    ``data``. All this is done chunk by chunk, so that each chunk stays in the processor's caches."""
     found = 0
     for start in range(0, len(data), _CHUNK_BYTES):
         chunk = data[start : start + _CHUNK_BYTES]

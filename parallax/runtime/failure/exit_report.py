@@ -1,8 +1,8 @@
 """End the process of a failed rank, and write its exit report.
 
 When one rank fails, every other rank raises an exception of its own, and a launcher sees only exit codes. The user
-needs one line. So a failed rank asks the watch whether it may report. If so, it sends its report to Parallax's
-launcher, or prints it if another launcher started the rank.
+needs one line. So a failed rank asks its watch (:mod:`parallax.runtime.failure.watch`) whether it may report. If so, it
+sends its report to Parallax's launcher, or prints it if another launcher started the rank.
 """
 
 from __future__ import annotations

@@ -53,8 +53,11 @@ class Heartbeat(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BeatStatus:
-    """The status of a rank: its ``name``, its current activity, the seconds for which it may be silent (0: no limit),
-    and the seconds that it has to save after a request to end, such as SIGTERM (0: no limit)."""
+    """The status of a rank. ``name`` is the rank's name in messages, and ``seen`` its current activity.
+
+    ``limit_seconds``: how long the rank may be silent. ``grace_seconds``: how long it may take to save after a request
+    to end, such as SIGTERM. 0 is no limit.
+    """
 
     name: str
     seen: RankStatus
@@ -107,7 +110,8 @@ def _file(folder: Path, rank: int) -> Path:
 
 @dataclass(slots=True)
 class _Heard:
-    """The status last read from a rank's heartbeat file, raw and parsed, and the seconds since it changed."""
+    """The last content of a rank's heartbeat file (``text``), the ``status`` that was read from it, and the seconds
+    since the content changed."""
 
     text: list[object] = field(default_factory=list)
     status: BeatStatus | None = None
@@ -166,7 +170,7 @@ class Heartbeats:
         return None
 
     def _read(self, gap: float) -> None:
-        """Read the files, ``gap`` seconds after the last reading."""
+        """Read the heartbeat files of all ranks, ``gap`` seconds after this method last read them."""
         for rank, heard in enumerate(self._heard):
             heard.silent_seconds += gap
             try:
@@ -181,7 +185,8 @@ class Heartbeats:
 
 
 def _silent(seen: RankStatus, limit_seconds: float) -> bool:
-    """Return whether a rank has been silent for longer than ``limit_seconds``; False without a limit (0)."""
+    """Return whether the rank with the status ``seen`` has been silent for longer than ``limit_seconds``; False if
+    ``limit_seconds`` is 0, which means no limit."""
     sooner = replace(seen, silent_seconds=seen.silent_seconds - _SLACK_SECONDS)
     found = root_cause([sooner], limit_seconds) if limit_seconds else None
     return found is not None and found[1] is FailureKind.SILENT

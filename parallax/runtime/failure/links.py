@@ -207,7 +207,8 @@ def reach(hosts: list[str], port: int, token: str, rank: int) -> PeerLink:
 
 
 def welcome(listener: socket.socket, token: str, count: int) -> dict[int, PeerLink]:
-    """Accept ``count`` connections that present the token; reject all others."""
+    """Accept ``count`` connections to ``listener`` that present ``token``, and reject all others. Return a dict from
+    the rank that has connected to its link."""
     links: dict[int, PeerLink] = {}
     end = time.monotonic() + MEETING_SECONDS
     while len(links) < count:
@@ -231,8 +232,8 @@ def welcome(listener: socket.socket, token: str, count: int) -> dict[int, PeerLi
 
 
 def _first_message(link: PeerLink, patience_seconds: float) -> dict[str, Any]:
-    """Return the first message of a new connection. The result is an empty dict if no message arrives in time or if the
-    message is malformed."""
+    """Return the first message of the new connection ``link``. The result is an empty dict if no message arrives within
+    ``patience_seconds`` or if the message is malformed."""
     end = time.monotonic() + patience_seconds
     while time.monotonic() < end:
         try:

@@ -128,7 +128,10 @@ class OwnStatus:
         return self._phase[0] or ("between steps" if self._attended else "starting")
 
     def _examine(self, before: RankStatus, now: float, gap: float) -> tuple[float, bool]:
-        """Return the seconds without progress outside of steps, and whether this rank waits for other ranks."""
+        """Return the seconds without progress outside of steps, and whether this rank waits for other ranks.
+
+        ``before``: the status of the last observation, ``gap`` seconds before the time ``now``.
+        """
         idle = before.idle_seconds + gap if gap else 0.0
         if min(now - self._examined, before.seconds) < _EXAMINE_SECONDS:
             return idle, before.waits and gap > 0

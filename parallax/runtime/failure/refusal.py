@@ -18,7 +18,8 @@ REFUSED = "refused"  # a file beside the logs of torchrun's ranks
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process, whatever its other threads are doing."""
+    """End this process with exit code ``code``, whatever its other threads are doing. If ``code`` is that of invalid
+    input, first prevent torchrun from restarting the ranks."""
     if code == UserError.exit_code and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         _refuse()
     os._exit(code)

@@ -186,10 +186,12 @@ def root_cause(
     """Return the rank that keeps the others from making progress, and how it failed; None while any rank makes
     progress.
 
-    A silent rank explains all other waits, so silent ranks are considered first. Then come ranks that have computed for
-    longer than the limit. Waiting alone is no failure: in a deep pipeline a rank may wait longer than any action lasts.
-    Waiting counts only if all ranks have stayed in their actions for longer than the limit. Then the cause is a rank
-    that is not within a step while others are or, if all are within a step, the rank with the least progress.
+    ``seen`` holds the status of each rank. ``limit_seconds`` limits silence, actions, and the time without a sign of
+    life. A silent rank explains all other waits, so silent ranks are considered first. Then come ranks that have
+    computed for longer than the limit. Waiting alone is no failure: in a deep pipeline a rank may wait longer than any
+    action lasts. Waiting counts only if all ranks have stayed in their actions for longer than the limit. Then the
+    cause is a rank that is not within a step while others are or, if all are within a step, the rank with the least
+    progress.
 
     Outside of steps a phase may last any time. A rank is the cause if no rank shows a sign of life, or if its phase has
     lasted longer than ``phase_seconds`` (0: no limit). Ranks that wait for others are considered only if all ranks
@@ -246,7 +248,8 @@ def complaint(
 ) -> tuple[str, str]:
     """Return ``what`` and ``remark`` of a :class:`FailureReport`.
 
-    They describe the failure of ``rank``, one other rank that waits, and the exceeded limit.
+    They describe the failure ``how`` of ``rank``, one other rank that waits, and the exceeded limit. ``seen`` holds the
+    status of each rank, and the limits are those of :func:`root_cause`.
     """
     found = seen[rank]
     waiting = [
@@ -268,7 +271,7 @@ def complaint(
 def overdue(rank: int, number: int, grace_seconds: float, what: str) -> FailureReport:
     """Return the report of a rank that was requested to end by signal ``number`` and has not saved in time.
 
-    ``what`` is the rank's activity.
+    The rank had ``grace_seconds`` to save. ``what`` is its activity.
     """
     return FailureReport(
         rank,

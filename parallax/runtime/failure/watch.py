@@ -184,7 +184,8 @@ class Watch:
         return self._requests.first
 
     def failed(self, how: FailureKind, cause: str, code: int) -> FailureReport:
-        """Return the report of a failure of this rank, with its current action."""
+        """Return the report of a failure of this rank, which names the rank's current action. ``how`` it failed,
+        ``cause`` is the reason as text, and ``code`` the exit code of all ranks."""
         current = self._own.current
         where = f" in {RankStatus(current[0], current[1])}" if current else ""
         who = self._name(self.rank, current[0] if current else None)

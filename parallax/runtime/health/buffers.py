@@ -20,7 +20,12 @@ _ALWAYS_BYTES = 2**20
 
 
 class _Kept(NamedTuple):
-    """The owner and the name of a buffer, its tensor, and a copy of its values as of ``version``."""
+    """One buffer of a module: its ``name`` in ``owner``, the module's dict of buffers, its ``tensor``, and a copy of
+    its ``values``.
+
+    ``version`` is the tensor's version counter at the time of the copy. If ``counted`` is True, an equal counter shows
+    that the values have not changed. If it is False, the buffer is so small that it is copied in every step.
+    """
 
     owner: dict[str, Tensor | None]
     name: str

@@ -75,7 +75,8 @@ def judge(scale: LossScale, loss: float, norm: float, find: Callable[[], str]) -
 
 
 class NamedValue(NamedTuple):
-    """A parameter or buffer, resident or offloaded, with its value and its gradient."""
+    """A parameter or buffer, resident or offloaded, with its value and its gradient. ``is_parameter`` is False for a
+    buffer."""
 
     name: str
     value: Tensor
@@ -102,8 +103,8 @@ def find(mesh: Mesh, batch: Rows, losses: Losses, tensors: Iterable[NamedValue])
 def _search(
     mesh: Mesh, batch: Rows, losses: Losses, tensors: Iterable[NamedValue]
 ) -> list[tuple[tuple[int, int], str]]:
-    """Return this rank's first finding as a list of one pair (position in the data flow, description); an empty list if
-    all tensors are finite."""
+    """Return the non-finite tensor of this rank that comes first in the data flow, as a list of one pair (position in
+    the data flow, description); an empty list if all tensors are finite."""
     found = []
     if mesh.pipeline_rank == 0 and (text := _rows(mesh, "inputs", batch, batch.inputs)):
         found.append(((0, 0), text))
@@ -125,7 +126,8 @@ def _search(
 
 
 def _loss(plan: Plan, batch: int, low: int, high: int, value: float) -> str:
-    """Return a description of a non-finite loss, with the rows [low, high) that it was computed from."""
+    """Return a description of the non-finite loss ``value``, with the rows [low, high) that it was computed from.
+    ``batch`` is the number of rows of the batch."""
     text = f"the loss becomes {value} on the last stage"
     if high - low == batch:
         return text
@@ -136,7 +138,10 @@ def _loss(plan: Plan, batch: int, low: int, high: int, value: float) -> str:
 
 
 def _rows(mesh: Mesh, name: str, batch: Rows, read: Callable[[int, int], Any]) -> str:
-    """Return a description of the rows with NaN or Inf and of their micro-batches; empty if there are none."""
+    """Return a description of the rows of ``batch`` with NaN or Inf and of their micro-batches; "" if there are none.
+
+    ``name`` is "inputs" or "targets", and ``read(start, stop)`` returns these for rows [start, stop).
+    """
     rows, kinds = set[int](), set[str]()
     for start in range(0, len(batch), _ROWS):
         stop = min(start + _ROWS, len(batch))

@@ -112,10 +112,11 @@ class CheckedRows(RowsOf):
                 self._all.floats[what, *path] = part.dtype
 
     def _rows_at(self, place: Place) -> int:
-        """Return the number of rows of the part at ``place``, found by reading the rows one by one.
+        """Return how many rows the batch has in the tensor or list at ``place``: "inputs" or "targets", followed by the
+        keys within the value that is read.
 
-        Each existing row must return one row, and a read past the end must return none. Return 0 if the part has no
-        rows, or if their number cannot be found.
+        The rows are read one by one. A read of an existing row must return one row, and a read past the end must return
+        none. Return 0 if the tensor or list has no rows, or if their number cannot be found.
         """
         what = place[0]
         try:
@@ -144,8 +145,8 @@ class CheckedRows(RowsOf):
 
 
 def _counts(value: Any, place: Place) -> Iterator[tuple[Place, int]]:
-    """Yield (place, length) of each part of a nested value that may have rows: tensors of at least one dimension, and
-    lists."""
+    """Yield (place, length) of each part of the nested ``value`` that may have rows: tensors of at least one dimension,
+    and lists. ``place`` is the place of ``value`` itself, which the yielded places continue with the keys inside."""
     if isinstance(value, list):
         yield (*place, list), len(value)
     if isinstance(value, Tensor):
@@ -157,7 +158,7 @@ def _counts(value: Any, place: Place) -> Iterator[tuple[Place, int]]:
 
 
 def _place_name(place: Place) -> str:
-    """Return ``targets`` or ``inputs['mask']``.
+    """Return the text for error messages that names the part of the inputs or targets at ``place``.
 
     >>> _place_name(("inputs", "mask", 0))
     "inputs['mask'][0]"

@@ -87,7 +87,7 @@ def bound_memory(
 @cache  # once per process
 def _touch_libraries(precision: PrecisionConfig, *, recomputes: bool) -> None:
     """Run the usual operators once on tiny tensors, so that the memory of their code and tables counts as memory of the
-    process, not of the stage."""
+    process, not of the stage. ``recomputes`` is True if the plan recomputes activations."""
     with torch.random.fork_rng(devices=[]):
         layer = torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).to(
             precision.parameter_dtype

@@ -31,7 +31,8 @@ class Task:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Return the keyword arguments of metric classes that depend on the task."""
+        """Return those keyword arguments of torchmetrics' classes that depend on the task: ``task``, and the number of
+        classes or labels."""
         sized = {"multiclass": "num_classes", "multilabel": "num_labels"}.get(self.name)
         return {"task": self.name, **({sized: self.outputs} if sized else {})}
 
@@ -151,7 +152,7 @@ class MetricConfig:
         return f"metrics=[{self.name}]"
 
     def find(self) -> type[Any]:
-        """Return the class."""
+        """Import and return the metric's class."""
         found = load_target(f"{self.key} target", self._path)
         if not isinstance(found, type) or not hasattr(found, "compute"):
             raise ConfigError(f"{self.key}: {self._path} is no class of metrics of {_LIBRARY}")

@@ -58,18 +58,24 @@ class Metrics:
         return self.config.names
 
     def wanted(self, *, training: bool) -> bool:
-        """Whether any metric needs rows. If so, the caller passes the rows to :meth:`add`."""
+        """Whether any metric is computed on training rows, if ``training`` is True, or otherwise on evaluated rows. If
+        so, the caller passes these rows to :meth:`add`."""
         return bool(self.trained if training else self.config.metrics)
 
     def begin(self, *, training: bool) -> None:
-        """Drop the rows that were added before."""
+        """Forget the rows that were added before: the training rows if ``training`` is True, otherwise the evaluated
+        rows."""
         for metric in self._made[training].values():
             metric.reset()
         self._copied = None
         self._wrong.zero_()
 
     def add(self, results: Any, targets: Any, *, training: bool) -> None:
-        """Add the outputs and targets of some rows. Raises :class:`ConfigError` if a metric does not accept them."""
+        """Update the metrics with the model's outputs ``results`` and the targets of some rows.
+
+        If ``training`` is True, only the metrics of training rows are updated, otherwise only those of evaluated rows.
+        Raises :class:`ConfigError` if a metric does not accept the outputs or targets.
+        """
         rows = ScoredRows.of(results, targets, self.config)
         if self._task is not None and rows.task != self._task:
             raise ConfigError(
@@ -145,7 +151,8 @@ class Metrics:
         return found
 
     def _metrics(self, task: Task, training: bool) -> dict[str, Any]:
-        """Return a dict from each name to its metric. The metrics are built at the first call."""
+        """Return a dict from each name to its metric: the metrics of training rows if ``training`` is True, otherwise
+        those of evaluated rows. They are built for ``task`` at the first call."""
         self._task, made = task, self._made[training]
         for each in self.config.metrics if not made else ():
             if not training or each.name in self.trained:
@@ -160,7 +167,8 @@ class Metrics:
         return made
 
     def _exchange_task(self) -> None:
-        """Get the task from another replica, if this replica has had no rows."""
+        """Take over the task (:class:`Task`) that another replica has found, if this replica has had no rows to find it
+        from. All replicas of the last stage call this method."""
         group = self._mesh.statistics
         if group is not None and self._mesh.is_last:
             found = [each for each in all_gather_object(self._task, group) if each is not None]
@@ -267,7 +275,8 @@ def _in_double(metric: Any) -> Any:
 
 
 def _gathered(state: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Return the states of all replicas that have had rows, as a list. Replicas may have different numbers of rows."""
+    """Return a list of the values that ``state`` has on the replicas in ``group`` that have had rows. The values may
+    have different lengths, because replicas may have had different numbers of rows."""
     kinds = all_gather_object((list(state.shape), state.dtype), group)
     own = _for_backend(group, state).contiguous().view(-1).view(torch.uint8)
     lengths = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in kinds]
@@ -283,9 +292,10 @@ def _gathered(state: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _for_backend(group: dist.ProcessGroup | None, state: Tensor) -> Tensor:
-    """Return the state on a device where it can be sent in double precision.
+    """Return ``state`` on a device from which ``group`` can send it in double precision.
 
-    gloo sends host tensors only, and MPS has no doubles. In both cases the state is copied to the host.
+    gloo sends host tensors only, and MPS has no doubles. In both cases ``state`` is copied to the host. If ``group`` is
+    None, nothing is sent.
     """
     on_host = state.is_mps or (group is not None and dist.get_backend(group) == "gloo")
     return state.cpu() if on_host else state

@@ -56,7 +56,8 @@ class ScoredRows:
         return cls(task, scores, targets, probabilities=config.probabilities)
 
     def wrong(self, metric: Any) -> Tensor:
-        """Return the number of targets that are not valid classes or labels."""
+        """Return the number of targets that should count, but are no valid class or label. The result is 0 if
+        ``metric`` is no classification metric, because it then accepts all targets."""
         if self.kept is not None:
             return (self.kept & (self.targets >= self.task.outputs)).sum()
         if not is_classification(metric):
@@ -79,8 +80,9 @@ class ScoredRows:
             metric.update(*(values if flat else (each.flatten(0, -2) for each in values)))
 
     def _count(self, metric: Any) -> None:
-        """Add to the counts of ``metric``. The metric's own update would wait for the device, in boolean indexing and
-        bincount. In a multilabel task, label n is counted as the classes 2n and 2n + 1."""
+        """Add these rows to the counts that are the states of ``metric``. The metric's own update would wait for the
+        device, in boolean indexing and bincount. In a multilabel task, label n is counted as the classes 2n (its target
+        is 0) and 2n + 1 (its target is 1)."""
         predicted, targets, counted = self._labels(metric)
         classes = self.task.outputs if self.kept is not None else 2
         first = torch.arange(predicted.shape[1], device=targets.device) * classes
@@ -109,7 +111,8 @@ class ScoredRows:
             setattr(metric, name, state + chosen.sum_to_size(state.shape))
 
     def _labels(self, metric: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return predicted labels, targets, and whether each target counts. Each has one column per label."""
+        """Return three tensors: the predicted classes or labels, the targets, and whether ``metric`` counts each
+        target. In a multilabel task they have one column per label, otherwise a single column."""
         counted = self._not_ignored(metric)
         if self.kept is None:
             targets = self.targets.long()

@@ -24,8 +24,8 @@ Named = Mapping[str, nn.Parameter]
 class OptimizerBuilder:
     """Builds optimizers of ``config`` for parts of a model.
 
-    ``groups`` are the settings of all parameters, by name. If ``averages`` is True, the optimizers also average the
-    weights (:mod:`parallax.swap.optimizer.averaging`).
+    ``groups`` are the settings of all parameters, by name. ``dtype`` is the type in which parameters are stepped. If
+    ``averages`` is True, the optimizers also average the weights (:mod:`parallax.swap.optimizer.averaging`).
     """
 
     def __init__(
@@ -52,7 +52,8 @@ class OptimizerBuilder:
     def over(
         cls, config: OptimizerConfig, named: Named, *, averages: bool = False
     ) -> OptimizerBuilder:
-        """Return the builder for parameters that are not part of a module."""
+        """Return the builder of optimizers for the parameters ``named``, which are not part of a module: patterns can
+        select them only by name and by dimensions."""
         places = [
             ParameterPlace((n,), (), tuple(p.shape)) for n, p in named.items() if p.requires_grad
         ]

@@ -171,7 +171,11 @@ def group_key(settings: Mapping[str, Any]) -> str:
 
 
 class _Pattern(NamedTuple):
-    """One entry of ``optimizer.groups``. ``text`` is the entry as error messages show it."""
+    """One entry of ``optimizer.groups``. ``text`` is the entry as error messages show it.
+
+    ``match``, ``kind`` (the key ``type``; "" for any) and ``dims`` (None for any) select parameters. ``freezes`` is
+    True if these parameters are not trained. ``settings`` are the entry's settings of the optimizer.
+    """
 
     text: str
     match: str

@@ -32,7 +32,8 @@ class StageOptimizer:
     ``always_offloaded`` parameters are always stepped on the host, because other stages hold and step them too, and
     device kernels may round differently. ``share`` and ``shard`` assign each parameter to the replica that steps it:
     ``share`` for offloaded states, and ``shard`` for resident ones. If one of them is None, every replica steps all of
-    these parameters.
+    these parameters. ``streamed`` gives access to offloaded parameters, which are stepped on the host too.
+    ``builder`` builds the optimizers, and ``open_store`` opens the store for offloaded states.
     """
 
     def __init__(

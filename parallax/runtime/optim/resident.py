@@ -83,8 +83,8 @@ class DeviceOptimizer:
         self.optimizer.zero_grad(set_to_none=False)
 
     def step(self, corrections: Sequence[GradientCorrection]) -> None:
-        """Update all parameters. Before, the gradients are changed by the entry of ``corrections`` for their
-        parameter's ``clip_group``.
+        """Correct the gradients, and then update all parameters. The gradient of a parameter is corrected (scaled and
+        clipped) by the entry of ``corrections`` whose index is the ``clip_group`` of the parameter's group.
 
         If replicas shard the states, all replicas call this method.
         """

@@ -28,7 +28,7 @@ class Tiers:
     """Opens stores in the offload ``tier`` for the ``stages`` of one rank on ``device``.
 
     ``trains`` is False for a rank that only runs forwards. ``divides`` is True if the rank's optimizer may step parts
-    of a parameter.
+    of a parameter. ``scratch`` is the folder of swap files.
 
     Raises :class:`PlanError` if a store needs more bytes than the plan assigns to it. Then the plan was made for
     another model, optimizer or precision, or it was edited.

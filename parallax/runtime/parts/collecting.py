@@ -33,10 +33,11 @@ _Done = TypeVar("_Done")
 
 
 def collect(directory: Path, names: Iterable[str], groups: DirectoryGroups) -> None:
-    """Copy to this node the files that it lacks and that hold tensors of the parameters ``names``, which this rank
-    needs.
+    """Copy to this node those files of the checkpoint ``directory`` that it lacks and that hold tensors of the
+    parameters ``names``, which this rank needs.
 
-    Every rank of torch's default group calls this function. Tensors that no node has stay missing.
+    ``groups`` says which ranks share the directory. Every rank of torch's default group calls this function. Tensors
+    that no node has stay missing.
     """
     if groups.shared:
         return
@@ -59,16 +60,18 @@ def collect(directory: Path, names: Iterable[str], groups: DirectoryGroups) -> N
 def _search(
     reader: CheckpointReader, names: Iterable[str], groups: DirectoryGroups
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the full names of the tensors that this node lacks, and the file of each tensor that it has.
+    """Return the full names of those tensors of the parameters ``names`` that this node lacks, and a dict from the full
+    name of each tensor on this node to the name of its file.
 
-    The files are returned on the leader of the node only; on other ranks the mapping is empty.
+    Only the rank that writes for its group of ``groups`` returns the dict; it is empty on all other ranks.
     """
     return reader.missing(names), reader.files() if groups.leads else {}
 
 
 class _Copy:
-    """Copies one file from the rank ``holder`` to the ranks ``takers``. All ranks synchronize after each part of the
-    file, so that every rank learns of a failure, and no wait exceeds the timeout of collectives."""
+    """Copies the file ``path`` from the node of the rank ``holder`` to the nodes of the ranks ``takers``. ``rank`` is
+    this rank. All ranks synchronize after each part of the file, so that every rank learns of a failure, and no wait
+    exceeds the timeout of collectives."""
 
     def __init__(self, path: Path, holder: int, takers: Collection[int], rank: int) -> None:
         self._path, self._holder, self._takers = path, holder, sorted(takers)
@@ -86,7 +89,8 @@ class _Copy:
             all_gather_result(lambda: self._checked(stack.close))
 
     def _open(self, stack: contextlib.ExitStack) -> int:
-        """Open the file; return its size on the holder, 0 on the others."""
+        """Open the file on the holder and on the takers, until ``stack`` is closed. Return the file's size on the
+        holder, and 0 on all other ranks."""
         if self._holds:
             self._file = stack.enter_context(self._path.open("rb"))
             return self._path.stat().st_size

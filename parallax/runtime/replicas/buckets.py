@@ -17,7 +17,7 @@ _CONCURRENT = 2  # all-reduces at one time; each holds a copy of its gradients
 
 
 class BucketSync:
-    """All-reduces the gradients of replicas without DDP.
+    """All-reduces the gradients of ``parameters`` over the replicas in ``group``, without DDP.
 
     It is used for split backwards, whose weight gradients bypass autograd hooks, and for parameters whose last backward
     is not known in advance.

@@ -114,11 +114,11 @@ class NoSync:
 
 
 class StageGradientSync:
-    """Sums the gradients of all stages of one pipeline rank over its replicas.
+    """Sums the gradients of all stages of one pipeline rank over its replicas, which are the ranks of ``group``.
 
-    ``parts`` maps each stage to the object that reduces the stage's gradients during its last backward. ``late``
-    reduces the gradients of parameters that several stages of this rank use. It does so at the end of the step, because
-    it is not known which backward is their last.
+    ``parts`` maps each stage to the object that reduces the stage's gradients during its last backward, and ``members``
+    maps it to the parameters that have these gradients. ``late`` reduces the gradients of parameters that several
+    stages of this rank use. It does so at the end of the step, because it is not known which backward is their last.
 
     A parameter that no replica has ever used must have no gradient, as in a single process: with a zero gradient,
     weight decay would change it. So as long as there are unused parameters, the replicas exchange after each step which
@@ -200,7 +200,7 @@ class SyncStep(Protocol):
 
 
 class StatisticsAverage:
-    """Averages the running statistics of the replicas' BatchNorms."""
+    """Averages the running statistics of the BatchNorms ``norms`` over the replicas."""
 
     all_reduces = 0
 

@@ -47,7 +47,7 @@ class _BucketState(enum.Enum):
 
 @dataclass(slots=True)
 class _BucketRun:
-    """Consecutive segments of one parameter, and their offset in a bucket."""
+    """Consecutive segments of one parameter, and their offset in a bucket, counted in elements."""
 
     parameter: nn.Parameter
     segments: list[ParameterSegment]
@@ -63,7 +63,11 @@ class _BucketRun:
 
 
 class _Read(NamedTuple):
-    """A read of an offloaded segment: directly into the bucket, or into a separate tensor if the types differ."""
+    """A read of the offloaded gradient of ``segment`` into ``target``, which has ended when ``work`` has.
+
+    ``place`` is the segment's memory in the bucket. ``target`` is the same tensor, or a separate one if the bucket is
+    summed in another type than the gradient has.
+    """
 
     work: Pending
     segment: ParameterSegment
@@ -75,8 +79,10 @@ class _Read(NamedTuple):
 class _GradientBucket:
     """The gradients of one all-reduce.
 
-    ``buffer`` is the index of the permanent buffer that the bucket uses. ``pending`` holds the parameters whose
-    gradients are not yet final in this step, and ``given`` the segments that the backward has copied into the buffer.
+    ``buffer`` is the index of the permanent buffer that the bucket uses. ``flat`` is the bucket's memory in that
+    buffer; None while another bucket uses the buffer. ``pending`` holds the parameters whose gradients are not yet
+    final in this step, and ``given`` the segments that the backward has copied into the buffer. ``reads``, ``work`` and
+    ``writes`` are the running reads, all-reduce and writes.
     """
 
     runs: list[_BucketRun]
@@ -111,8 +117,10 @@ class _GradientBucket:
 class StreamedSum:
     """Sums the gradients of offloaded parameters over ``group``, which no other code may use at the same time.
 
-    ``members`` maps each stage to its parameters. ``short`` is the type in which gradients are summed; None for their
-    own type. ``other`` is another group of the same ranks, for the communication after an aborted step.
+    ``streamed`` holds the offloaded parameters of all stages of this rank, and ``members`` maps each stage to its
+    parameters. ``short`` is the type in which gradients are summed; None for their own type. ``bucket_bytes`` limits
+    the bytes of a bucket, counting a copy in the gradients' own type if ``short`` is given. ``other`` is another group
+    of the same ranks, for the communication after an aborted step.
 
     If ``beside`` is True, sums run during the backward; otherwise all sums follow the backward. NCCL needs the latter:
     it requires that all ranks start the collectives of several groups in one order, and the order of these sums depends
@@ -346,7 +354,8 @@ class StreamedSum:
             return _MOVES[bucket.state](self, bucket, wait)
 
     def _read(self, bucket: _GradientBucket, wait: bool) -> bool:
-        """Start to read the offloaded segments of ``bucket``."""
+        """Start to read the offloaded segments of ``bucket`` and return True. Return False if some of its gradients are
+        not final or, unless ``wait`` is set, if some of these segments are still being offloaded."""
         gradient, missing = self._streamed.gradient, list(bucket.missing())
         if bucket.pending or not (
             wait or all(gradient(run.parameter).is_written(segment) for run, segment in missing)
@@ -386,7 +395,8 @@ class StreamedSum:
         return True
 
     def _write(self, bucket: _GradientBucket, wait: bool) -> bool:
-        """Start to write the sums of ``bucket`` to the offload tier."""
+        """Start to write the sums of ``bucket`` to the offload tier and return True. Return False, unless ``wait`` is
+        set, if the all-reduce is still running."""
         assert bucket.work is not None
         assert bucket.flat is not None
         if not (wait or bucket.work.is_completed()):
@@ -402,7 +412,8 @@ class StreamedSum:
         return True
 
     def _close(self, bucket: _GradientBucket, wait: bool) -> bool:
-        """Free the buffer of ``bucket`` for the next bucket."""
+        """Free the buffer of ``bucket`` for the next bucket and return True. Return False, unless ``wait`` is set, if
+        the writes to the offload tier are still running."""
         if not (wait or all(written.has_ended() for written, _ in bucket.writes)):
             return False
         self._active.remove(bucket)
