@@ -126,15 +126,16 @@ class Mesh:
         return route in self.routes
 
     def channel(self, route: Route) -> tuple[dist.ProcessGroup | None, int, int]:
-        """Return the group for messages along ``route``, the rank of the peer in that group, and the tag of the
-        messages."""
+        """Return the process group that carries messages along ``route``, the rank within that group of the peer (the
+        other end of the route), and the tag of the messages."""
         if self.direct(route):
             group = self.routes[route]
             return group, dist.get_group_rank(group, self._other(route)), _tag(self.plan, route)
         return self.host_channel(route)
 
     def host_channel(self, route: Route) -> tuple[dist.ProcessGroup | None, int, int]:
-        """Return group, peer and tag as :meth:`channel` does, but for messages in host memory."""
+        """Return group, peer and tag as :meth:`channel` does, but for messages in host memory, which travel over
+        gloo."""
         group = self.back if route.backward else self.forth
         return group, self._other(route), _tag(self.plan, route)
 
@@ -180,7 +181,8 @@ class Mesh:
         return self.plan.stages[self.pipeline_rank].replicas
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a small host tensor over all ranks."""
+        """Return the sum of ``values``, a small host tensor, over all ranks. ``values`` is overwritten with the sum.
+        All ranks call this method."""
         if self.world is not None:
             dist.all_reduce(values, group=self.world)
         return values
@@ -190,16 +192,17 @@ class Mesh:
             dist.barrier(group=self.world)
 
     def gather_columns(self, mine: Mapping[str, float]) -> dict[str, list[float]]:
-        """Return a dict from each name to its values on all ranks, in rank order.
+        """Return a dict from each name in ``mine`` to the list of its values on all ranks, in rank order.
 
-        ``mine`` maps the same names on every rank to the numbers of this rank.
+        ``mine`` maps names, the same on every rank, to the numbers of this rank. All ranks call this method.
         """
         table = torch.zeros(self.plan.world_size, len(mine), dtype=torch.float64)
         table[self.rank] = torch.tensor(list(mine.values()), dtype=torch.float64)
         return dict(zip(mine, self.sum(table).T.tolist()))
 
     def all_gather_object(self, value: object) -> list[Any]:
-        """Return the value of every rank, in rank order, on every rank."""
+        """Return a list with the ``value`` of every rank, in rank order. All ranks call this method and get the same
+        list."""
         if self.world is None:
             return [value]
         return all_gather_object(value, self.world)
@@ -209,8 +212,8 @@ def _replica_groups(
     plan: Plan, pipeline_rank: int, devices: RankDevices
 ) -> tuple[dist.ProcessGroup | None, ...]:
     """Return four process groups of the replicas of ``pipeline_rank``: for gradients, for offloaded optimizer states,
-    for statistics, and for gradients of offloaded parameters. A group that the plan does not need is None. Every rank
-    creates the groups of all pipeline ranks, because torch requires it."""
+    for statistics, and for gradients of offloaded parameters. A group that the plan does not need is None. ``devices``
+    selects the backends. Every rank creates the groups of all pipeline ranks, because torch requires it."""
     made: list[tuple[dist.ProcessGroup | None, ...]] = []
     for index, planned in enumerate(plan.stages[: plan.pipeline_ranks]):
         ranks = list(plan.ranks(index))
@@ -255,10 +258,11 @@ class RankDevices:
         return cls(device.type, identities)
 
     def direct(self, ranks: Sequence[int]) -> str:
-        """Return the backend that moves tensors between the devices of ``ranks`` directly.
+        """Return the name of the process-group backend that moves tensors between the devices of ``ranks`` without
+        staging them through the host.
 
-        The result is "" if the devices are CPUs, if two of the ranks share a device, or if this kind of device has no
-        backend.
+        The result is "" if there is a single rank, if the devices are CPUs, if two of the ranks share a device, or if
+        this kind of device has no backend.
         """
         found = {self.identities[rank] for rank in ranks}
         if self.kind == "cpu" or None in found or len(ranks) == 1 or len(found) < len(ranks):
@@ -266,8 +270,8 @@ class RankDevices:
         return accelerator_named(self.kind).backend
 
     def reducing(self, ranks: Sequence[int]) -> str:
-        """Return the backend with which ``ranks`` all-reduce tensors on their devices. The ranks are replicas, or hold
-        a shared parameter."""
+        """Return the name of the process-group backend with which ``ranks``, which are replicas or hold a shared
+        parameter, all-reduce tensors on their devices. Raises :class:`PlanError` if there is none."""
         if self.kind == "cpu":
             return "gloo"
         backend = self.direct(ranks) or accelerator_named(self.kind).shared_backend
@@ -282,7 +286,8 @@ class RankDevices:
 def _connect(
     plan: Plan, routes: Mapping[Route, dist.ProcessGroup], rank: int, device: torch.device
 ) -> None:
-    """Connect the two ranks of each route. Every rank connects its routes in the same order.
+    """Connect the two ranks of each route of ``routes``, by sending one byte. Every rank connects its own routes in the
+    order of ``routes``, which is the same on all ranks.
 
     Otherwise NCCL would connect two ranks at their first send and receive, and block both hosts until then. Ranks begin
     the first step with messages of different routes, so they would wait for each other forever.
@@ -304,7 +309,8 @@ def _tag(plan: Plan, route: Route) -> int:
 
 
 def _group(ranks: list[int], backend: str) -> dist.ProcessGroup:
-    """Return a new process group with Parallax's timeout for all groups instead of torch's default timeout."""
+    """Return a new process group of ``ranks`` over ``backend``, with :data:`TIMEOUT` instead of torch's default
+    timeout."""
     return dist.new_group(ranks, backend=backend, timeout=TIMEOUT)
 
 
