@@ -127,7 +127,8 @@ def _network_store() -> tuple[Any, Callable[[], object], int, int]:
 
 
 def _store(rank: int, size: int, limit: float) -> tuple[Any, Callable[[], object]]:
-    """Return a store, and a function that rank 0 calls repeatedly until all ranks have joined.
+    """Return a store, and a function that rank 0 calls repeatedly until all ranks have joined. ``rank`` is this rank of
+    ``size`` ranks, and ``limit`` is how many seconds to wait for rank 0.
 
     Without torchrun, rank 0 opens a new store and does not wait for others. Under torchrun, the result is a part of the
     agent's store, which outlives the ranks.

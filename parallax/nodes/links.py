@@ -44,7 +44,8 @@ class RemoteLink:
 
     @classmethod
     def slowest(cls, found: Sequence[RemoteLink]) -> RemoteLink:
-        """Return a link with the smallest bandwidth and the largest latency of all ``found``."""
+        """Return a link with the smallest bandwidth, the largest latency, and the smallest number of full-speed ranks
+        of all links in ``found``."""
         return cls(
             Link(
                 bytes_per_second=min(each.link.bytes_per_second for each in found),
@@ -80,7 +81,8 @@ def probe_links(
 
 
 def _rounds(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield rounds of pairs of adjacent nodes.
+    """Yield up to three rounds, which are lists of pairs of nodes. Together they hold each pair of neighbours in the
+    ring of ``count`` nodes once.
 
     The pairs of a round have no common node, so they can be measured at once.
     """
@@ -101,7 +103,7 @@ def _path(nodes: Nodes, pair: tuple[int, int], backend: str) -> Path:
 
 
 def _alike(nodes: Nodes, pair: tuple[int, int]) -> int:
-    """Return the smaller rank count of the two nodes of a pair."""
+    """Return how many ranks the node with fewer ranks has, of the two nodes in ``pair``."""
     return min(nodes.of.count(node) for node in pair)
 
 
@@ -129,7 +131,11 @@ def _keep(path: Path, found: RemoteLink) -> None:
 def _measured(
     nodes: Nodes, pairs: Sequence[tuple[int, int]], device: torch.device, backend: str
 ) -> dict[tuple[int, int], RemoteLink]:
-    """Return the link of each pair of nodes. The pairs have no common node and are measured at the same time."""
+    """Return a dict from each pair of nodes in ``pairs`` to the measured link between the two nodes.
+
+    The pairs have no common node and are measured at the same time. ``device`` and ``backend`` are those of
+    :func:`probe_links`. Collective over all ranks.
+    """
     mine = next((pair for pair in pairs if nodes.mine in pair), None)
     place = nodes.rank - nodes.first(nodes.mine)
     connection = None
@@ -166,7 +172,8 @@ def _measured(
 
 
 class _Connection:
-    """This rank's end of the connection between the ranks ``low`` and ``high``."""
+    """This rank's end of the connection between the ranks ``low`` and ``high``. ``is_low``: this rank is ``low``.
+    ``group`` carries the measured messages, which are tensors on ``device``; None stands for the default group."""
 
     def __init__(
         self,
@@ -190,7 +197,8 @@ class _Connection:
             self._carry(one, sends=sends)
 
     def alone(self) -> tuple[float, float]:
-        """Return the latency in seconds, and the bytes per second of the slower direction.
+        """Measure the connection, while the caller keeps the other connections of these two nodes unused. Return the
+        latency in seconds, and the bytes per second of the slower direction.
 
         The latency is the smallest of several measurements, because other traffic only adds to it.
         """
@@ -206,7 +214,8 @@ class _Connection:
         """Return the bytes per second from the lower rank to the higher one or, with ``down``, in the other direction.
 
         The size of the messages is doubled until one message takes :data:`_LONG_SECONDS`. The sender announces the size
-        of each message, and the receiver confirms each message with an answer of one byte.
+        of each message, and the receiver confirms each message with an answer of one byte. ``latency``, the seconds of
+        a message in one direction, is subtracted for each of the two.
         """
         sends = self.low is not down
         count, rate = _FIRST_BYTES, 0.0

@@ -124,9 +124,10 @@ def _decoded(found: dict[str, Any]) -> Any:
 
 
 def _record(content: list[Any]) -> Any:
-    """Return an instance of a class of this package, made by its constructor.
+    """Return the dataclass, named tuple or enumeration member that ``content`` describes: the name of a class of this
+    package, and the list of the arguments of its constructor.
 
-    No other function is called, and no module is imported.
+    No other function than the constructor is called, and no module is imported.
     """
     kind = _class(content[0])
     if issubclass(kind, Enum):
@@ -147,7 +148,8 @@ def _error(name: str) -> type[ParallaxError]:
 
 
 def _class(name: str) -> type:
-    """Return the class of this package that has this name. Its module must already be imported."""
+    """Return the class of this package with the name ``name``, in the form ``module:qualified name``. Its module must
+    already be imported."""
     module, _, qualname = name.partition(":")
     found = vars(sys.modules[module])[qualname]
     if module.partition(".")[0] != _PACKAGE or not isinstance(found, type) or _name(found) != name:
@@ -178,7 +180,8 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _padded(data: bytes, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
-    """Return ``data`` padded to the length of the longest data of all ranks, and the length of each rank's data."""
+    """Return this rank's ``data``, padded to the length of the longest data of any rank in ``group``, and the lengths
+    in bytes of the data of all these ranks, in rank order. Collective over ``group``."""
     device, count = _device(group), dist.get_world_size(group)
     sizes = torch.empty(count, dtype=torch.int64, device=device)
     own = torch.tensor([len(data)], dtype=torch.int64, device=device)

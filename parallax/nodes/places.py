@@ -57,7 +57,7 @@ class Nodes:
 
     @property
     def mine(self) -> int:
-        """Return the node of this rank."""
+        """Return the index of this rank's node."""
         return self.of[self.rank]
 
     @property
@@ -144,7 +144,8 @@ def find_directory_groups(directory: Path, nodes: Nodes) -> DirectoryGroups:
 
 
 def _first_mark(directory: Path, prefix: str) -> int:
-    """Return the first rank whose marker is visible. On a network file system, rank 0's marker may appear late."""
+    """Return the lowest rank whose marker file is visible in ``directory``. The names of marker files are ``prefix``
+    and the rank. On a network file system, rank 0's marker may appear late, so wait for it some time."""
     end = time.monotonic() + _SEEN_SECONDS
     while True:
         ranks = [int(path.name.removeprefix(prefix)) for path in directory.glob(f"{prefix}*")]

@@ -19,9 +19,10 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def all_gather_result(call: Callable[[], _Found]) -> list[_Found]:
-    """Return the results of ``call`` on every rank, or raise the error of the first rank that fails. Collective.
+    """Call ``call`` on every rank, and return the list of all results, in rank order. Collective over all ranks.
 
-    Results must be supported by :mod:`parallax.nodes.objects`.
+    If the call raises a :class:`ParallaxError` on some ranks, every rank raises the error of the lowest of these ranks.
+    Other exceptions are not shared. Results must be supported by :mod:`parallax.nodes.objects`.
     """
     mine = _tried(call)
     outcomes = all_gather_object(mine) if rank_and_size()[1] > 1 else [mine]
@@ -29,7 +30,8 @@ def all_gather_result(call: Callable[[], _Found]) -> list[_Found]:
 
 
 def broadcast_result(call: Callable[[], _Found]) -> _Found:
-    """Return the result of ``call`` on rank 0, or raise its error, on every rank. Other ranks do not run ``call``."""
+    """Run ``call`` on rank 0 only, and return its result on every rank. If it raises a :class:`ParallaxError`, every
+    rank raises that error. Collective over all ranks."""
     rank, size = rank_and_size()
     mine: Any = _tried(call) if rank == 0 else None
     found: _Found = _found(broadcast_object(mine) if size > 1 else mine)
