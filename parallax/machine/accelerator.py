@@ -26,7 +26,7 @@ SMALL_TENSORS_BYTES = 8 * 2**20  # 16,000 numbers of 512 bytes each
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """Properties of a device, as torch reports them."""
+    """Properties of a device, as torch reports them: its index, its name, and its total memory in bytes."""
 
     index: int
     name: str
@@ -121,9 +121,10 @@ class Accelerator:
         return own or f"{socket.gethostname()}/{self.kind}:{index} of process {os.getpid()}"
 
     def lasting_identity(self, index: int) -> str:
-        """Return a text that identifies the device in all processes that see it; '' if torch reports too little.
+        """Return a text that identifies the device ``index`` in all processes that see it; '' if torch reports too
+        little.
 
-        It includes the bus address, because some drivers report one UUID for all devices of a model.
+        The text includes the bus address, because some drivers report one UUID for all devices of a model.
         """
         found = self.module.get_device_properties(index)
         if not (uuid := getattr(found, "uuid", None)):
@@ -132,7 +133,7 @@ class Accelerator:
         return f"{boot_identity()}/{uuid}@{':'.join(place)}"
 
     def generator(self, index: int) -> torch.Generator:
-        """Return the default generator of a device."""
+        """Return torch's default random generator of the device ``index``."""
         found: torch.Generator = self.module.default_generators[index]
         return found
 

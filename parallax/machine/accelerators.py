@@ -113,7 +113,8 @@ def select_device(kind: str, local_rank: int) -> torch.device:
 
 
 class OwnDevice(NamedTuple):
-    """The device of one rank. ``identity`` is unique over all hosts, or '' if torch provides none."""
+    """The device of one rank: its kind, and its total memory in bytes. ``identity`` is a text that is unique over all
+    hosts, or '' if torch provides none."""
 
     kind: str
     identity: str

@@ -80,7 +80,7 @@ class Cuda(Accelerator):
         return {name: given[name] if name in numbers else str(usual[name]) for name in usual}
 
     def arena(self, device: torch.device, count: int, remedy: str) -> Arena:
-        """Return host pages registered with the CUDA runtime.
+        """Return an arena of ``count`` bytes of host memory, in pages that are registered with the CUDA runtime.
 
         torch's pinned allocator would round their size up to a power of two. ``device`` is made current for the runtime
         calls, which would otherwise create a context on another device.
@@ -118,7 +118,8 @@ class Cuda(Accelerator):
     def allocation_history(
         self, path: Path, device: torch.device, entries: int
     ) -> tuple[Callable[[], None], Callable[[], None]] | None:
-        """Record with torch's memory history. The written file is a pickle, which Parallax never reads."""
+        """Return the two functions that start and stop recording, by means of torch's memory history. The written file
+        is a pickle, which Parallax never reads."""
 
         def start() -> None:
             torch.cuda.memory._record_memory_history(max_entries=entries, device=device)
@@ -143,7 +144,8 @@ class Cuda(Accelerator):
 
 
 def pin(runtime: Any, address: int, size: int) -> int:
-    """Pin host memory and return the runtime's error code, 0 for success.
+    """Pin ``size`` bytes of host memory at ``address`` with ``runtime``, the CUDA runtime, and return the runtime's
+    error code, 0 for success.
 
     After a failure, a kernel is launched to clear the error, because the runtime would report it again at the next
     launch.

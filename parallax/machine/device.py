@@ -37,7 +37,8 @@ class Event(Protocol):
         """Make ``stream``, or the current compute stream, wait for the event."""
 
     def seconds(self) -> float:
-        """Return the seconds that the copy before this event took; valid once the event is done."""
+        """Return how many seconds the copy that ends with this event took; 0 if the event is not the end of a copy.
+        Call this method only when the event is done."""
 
 
 class DoneEvent:
@@ -92,7 +93,7 @@ class StallLog:
         self._pairs.append((before, after))
 
     def take_stalls(self) -> Stalls:
-        """Return the event pairs recorded since the last call."""
+        """Return the event pairs recorded since the last call of this method."""
         self._noting = True
         taken = self._pairs[:]
         del self._pairs[: len(taken)]
@@ -127,11 +128,13 @@ Pair = tuple[torch.Event, torch.Event]
 
 
 class CopyEvent:
-    """The event at the end of a copy, which also measures the copy's seconds.
+    """The event at the end of a copy on ``device``, which also measures the copy's seconds. Waits of streams for it are
+    recorded in ``stalls``.
 
-    It uses two device events from a ``pool``, because a driver takes longer to create an event than to record one. The
-    first thread that sees the end of the copy returns both events to the pool. A second thread that waits for this copy
-    may then wait for the next copy that uses the same events: longer than necessary, but still correct.
+    ``pair`` are two device events, before and after the copy. They are reused through a ``pool``, because a driver
+    takes longer to create an event than to record one. The first thread that sees the end of the copy returns both
+    events to the pool. A second thread that waits for this copy may then wait for the next copy that uses the same
+    events: longer than necessary, but still correct.
     """
 
     def __init__(
@@ -180,12 +183,13 @@ class FileStaging(Protocol):
     waste_bytes: int
 
     def to_host(self, data: Tensor, ready: Event, /) -> Iterator[Tensor]:
-        """Yield ``data`` in pieces of host memory. Each piece is valid until the next one is requested."""
+        """Yield the content of ``data`` in pieces of host memory, to be written to the file. Each piece is valid until
+        the next one is requested."""
 
     def to_device(self, target: Tensor, ready: Event, /) -> Iterator[Tensor]:
-        """Yield pieces of host memory for the caller to fill.
+        """Yield pieces of host memory for the caller to fill from the file.
 
-        Each is copied to ``target`` before the next one is yielded.
+        Each piece is copied to its place in ``target`` before the next one is yielded.
         """
 
     def close(self) -> None:
@@ -193,7 +197,8 @@ class FileStaging(Protocol):
 
 
 class DirectFileStaging:
-    """The staging of a CPU, which needs no buffers: the pieces are views of the tensor."""
+    """The staging of a CPU, which needs no buffers: the pieces are views of the tensor, of ``piece_bytes`` bytes
+    each."""
 
     waste_bytes = 0
 
@@ -216,7 +221,8 @@ _WAITED_FOR = (
 
 
 class StagingRing:
-    """Pinned host buffers, one per thread, allocated once because pinning takes milliseconds.
+    """Pinned host buffers of ``piece_bytes`` bytes each, allocated once because pinning takes milliseconds. ``buffers``
+    is their number, one for each thread that accesses files.
 
     Tensors that are not on ``device``, such as optimizer states in host memory, need no buffer and no wait.
     """
@@ -232,7 +238,7 @@ class StagingRing:
             self._free.put(buffer)
 
     def to_host(self, data: Tensor, ready: Event) -> Iterator[Tensor]:
-        """Copy each piece to a host buffer, wait for the copy, and yield the buffer."""
+        """Copy each piece of ``data`` to a host buffer, wait for the copy, and yield the buffer."""
         if data.device.type != self._device.type:
             yield from data.split(self._piece)
             return
@@ -247,7 +253,8 @@ class StagingRing:
             self._free.put(buffer)
 
     def to_device(self, target: Tensor, ready: Event) -> Iterator[Tensor]:
-        """Yield a buffer for each piece, then copy the filled buffer to the device and wait for the copy."""
+        """Yield a host buffer for each piece of ``target``. When the caller has filled the buffer, copy it to the piece
+        on the device and wait for the copy."""
         if target.device.type != self._device.type:
             yield from target.split(self._piece)
             return
@@ -274,13 +281,14 @@ class CopyEngine(Protocol):
         """Allocate ``count`` bytes of host memory, pinned if the device needs that for copies at full speed."""
 
     def file_staging(self, buffers: int, piece_bytes: int, /) -> FileStaging:
-        """Return the staging buffers of ``buffers`` threads for transfers between the device and files."""
+        """Return new staging for transfers between the device and files: ``buffers`` host buffers of ``piece_bytes``
+        bytes each, one for each thread that accesses files."""
 
     def mark(self) -> Event:
         """Return an event at the end of all work queued on the compute stream."""
 
     def copy(self, source: Tensor, target: Tensor, after: Event | None = None) -> Event:
-        """Start a copy and return the event at its end.
+        """Start to copy ``source`` to ``target``, and return the event at the end of the copy.
 
         The copy begins after the event ``after``; by default, after all work queued on the compute stream.
         """
@@ -371,7 +379,8 @@ class StreamCopies:
         return StreamEvent(torch.accelerator.current_stream(self._index))
 
     def copy(self, source: Tensor, target: Tensor, after: Event | None = None) -> Event:
-        """Start an asynchronous copy; the caller keeps both tensors until the event is done.
+        """Start an asynchronous copy of ``source`` to ``target``, and return the event at its end. The caller keeps
+        both tensors until this event is done.
 
         Host-to-host copies are synchronous.
         """
@@ -445,7 +454,8 @@ def own_handle(stream: torch.Stream) -> torch.Stream:
 def copies_for(
     device: torch.device, delay: Callable[[], float] = no_delay, remedy: str = PINNING_REMEDY
 ) -> CopyEngine:
-    """Return the copy engine of a device. Error messages about pinned memory end with ``remedy``."""
+    """Return the copy engine of ``device``. ``delay()`` returns the seconds by which each copy is delayed, for tests.
+    Error messages about pinned memory end with ``remedy``."""
     return CpuCopies() if device.type == "cpu" else StreamCopies(device, delay, remedy)
 
 

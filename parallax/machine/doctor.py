@@ -65,7 +65,12 @@ REMOTE_FILE_SYSTEMS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The results of all checks. ``probes`` is None if no file can be written to measure the disk."""
+    """The results of all checks.
+
+    ``devices`` lists kind, name and bytes of each device, and ``memory`` the free bytes of RAM, shared memory and disk.
+    ``cores`` is the number of usable cores, ``limits`` the limits on memory below the RAM. ``probes`` is None if no
+    file can be written to measure the disk. ``findings`` are the problems to expect.
+    """
 
     devices: list[dict[str, str | int]]
     cores: float
@@ -77,7 +82,8 @@ class Report:
 
 
 def run_doctor(as_json: bool) -> int:
-    """Examine this machine and print the report, with ``./runs`` as the folder of runs. Return 0."""
+    """Examine this machine, with ``./runs`` as the folder of runs, and print the report: as JSON if ``as_json`` is
+    True, otherwise as tables. Return the exit code, 0."""
     report = examine(RUNS)
     if as_json:
         print(json.dumps(asdict(report), indent=2))
@@ -87,7 +93,8 @@ def run_doctor(as_json: bool) -> int:
 
 
 def examine(runs: Path) -> Report:
-    """Read this machine's limits, measure it for about two seconds, run the checks, and return the report."""
+    """Read this machine's limits, measure it for about two seconds, run the checks, and return the report. ``runs`` is
+    the folder of runs, whose disk is checked and measured."""
     findings = [finding for check in (_torch, _devices, _memory, _network) for finding in check()]
     findings += _disk(runs)
     probes = None

@@ -41,7 +41,11 @@ _returns_freed = False  # whether return_freed_memory is in force
 
 
 def _cgroup_files(controller: str, v1_name: str, v2_name: str, root: Path) -> Iterator[Path]:
-    """Yield the files that hold limits of this process: those of its control group and of all parent groups."""
+    """Yield the files that hold a limit of this process: those of its control group and of all parent groups.
+
+    The files are called ``v1_name`` in version 1 of control groups, where they belong to ``controller``, and
+    ``v2_name`` in version 2. ``root`` is the root of the file system, which tests replace.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -78,7 +82,8 @@ def usable_cores(root: Path = Path("/")) -> float:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """A limit on memory. It applies to each rank if ``per_process``; otherwise all ranks share it."""
+    """A limit on memory, called ``name``, with the bytes that are already used of it. It applies to each process
+    separately if ``per_process`` is True; otherwise all ranks of the host share it."""
 
     name: str
     limit_bytes: int
@@ -91,7 +96,8 @@ class MemoryLimit:
 
 
 def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
-    """Return the control-group and rlimit limits that are below the machine's RAM."""
+    """Return those limits on memory, of control groups and of rlimit, that are below the machine's RAM. ``root`` is the
+    root of the file system, which tests replace."""
     limits = []
     for file in _cgroup_files("memory", "memory.limit_in_bytes", "memory.max", root):
         text = file.read_text().strip()
@@ -108,7 +114,8 @@ def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
 
 
 def _cgroup_used(limit: Path) -> int:
-    """Return the bytes charged to the control group, without caches that the kernel frees before it kills a process."""
+    """Return the bytes charged to the control group with the limit file ``limit``, without caches that the kernel frees
+    before it kills a process; 0 if they cannot be read."""
     name, caches = "memory.current", ["inactive_file", "active_file", "slab_reclaimable"]
     if limit.name == "memory.limit_in_bytes":
         name, caches = "memory.usage_in_bytes", ["total_inactive_file", "total_active_file"]
@@ -123,7 +130,8 @@ def _cgroup_used(limit: Path) -> int:
 
 
 def available_memory(processes: int = 1) -> int:
-    """Return the RAM that each of ``processes`` new processes can use within all limits."""
+    """Return how many bytes of RAM each of ``processes`` new processes can use within all limits, if all use the
+    same."""
     shared = [psutil.virtual_memory().available]
     own: list[int] = []
     for limit in memory_limits():
@@ -140,7 +148,7 @@ def shared_memory_bytes() -> int | None:
 
 
 def _status_bytes(field: str) -> int:
-    """Return a field of ``/proc/self/status`` in bytes; 0 if it is missing."""
+    """Return the value of ``field`` in ``/proc/self/status`` in bytes; 0 if the field is missing."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(f"{field}:"):
@@ -301,7 +309,7 @@ class MemoryBound:
         self._high_water = peak_resident_bytes()
 
     def note(self, now: int) -> None:
-        """Raise the observed peak to ``now``."""
+        """Raise the observed peak to ``now``, a value of :func:`data_bytes`, if it was lower."""
         self._most = max(self._most, now)
 
     def peak_bytes(self) -> int:
@@ -342,11 +350,13 @@ class _FreedMemory:
         return self._base + self._growth()
 
     def move_line(self) -> None:
-        """Set the number of bytes of tensors between two checks, after the sum of the open bounds has changed."""
+        """Set after how many more bytes of tensors memory is checked again, from the distance between the memory at the
+        last check and the sum of the open bounds. Call this method when that sum has changed."""
         self._check_after = max(LOOK_BYTES, (self.line_bytes() - self._seen) // 16)
 
     def is_due(self, handled: int | None) -> bool:
-        """Return whether memory should be checked now, after ``handled`` more bytes of tensors."""
+        """Return whether memory should be checked now, after ``handled`` more bytes of tensors since the last call;
+        True if ``handled`` is None, which means that the number is unknown."""
         if handled is None:
             return True
         self._handled += handled
@@ -448,7 +458,7 @@ _outside = _OutsideMemory()
 
 
 def _uncounted_bytes() -> int:
-    """Return the resident bytes that no meter counts."""
+    """Return the resident bytes that no meter counts: pages of files, and memory in :func:`outside_device_memory`."""
     return _status_bytes("RssFile") + _outside.bytes
 
 

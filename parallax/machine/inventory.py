@@ -32,7 +32,8 @@ _SLICE = re.compile(r"\d+g\.\d+gb")  # a MIG slice, which is not in the catalog
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A host with ``devices`` devices of one ``kind`` of the catalog. Memory and disk are in bytes, 0 if unknown."""
+    """A host with ``devices`` devices of one ``kind`` of the catalog. ``memory_bytes`` is its RAM and ``disk_bytes``
+    its disk; 0 if unknown."""
 
     name: str
     kind: str
@@ -42,8 +43,8 @@ class Host:
 
 
 def write_cluster(path: Path) -> list[str]:
-    """Find the hosts and write them as a ``cluster`` option into the YAML file ``path``; return lines of text about
-    them.
+    """Find the hosts and write them as a ``cluster`` option into the YAML file ``path``. Return one line of text about
+    each sort of host.
 
     Raises :class:`ConfigError` if the devices are unknown or not in the catalog.
     """
@@ -108,10 +109,10 @@ def _sinfo() -> str:
 
 
 def slurm_hosts(text: str) -> list[Host]:
-    """Return the nodes that ``sinfo`` lists; a node in several partitions appears once.
+    """Return the nodes in ``text``, the output of ``sinfo``; a node in several partitions appears once.
 
-    Each line is ``name|generic resources|MB of memory|CPUs|MB of disk``. If some nodes have GPUs, the others are
-    omitted.
+    Each line of ``text`` is ``name|generic resources|MB of memory|CPUs|MB of disk``. If some nodes have GPUs, the
+    others are omitted.
     """
     lines = dict.fromkeys(line.strip() for line in text.splitlines() if line.strip())
     hosts = {host.name: host for host in map(_slurm_host, lines)}
@@ -148,7 +149,8 @@ def _slurm_host(line: str) -> Host:
 
 
 def _number(text: str) -> int:
-    """Return a number that ``sinfo`` prints. It may end with a +, which ``sinfo`` appends if nodes differ."""
+    """Return the number in ``text``, as ``sinfo`` prints it. The text may end with a +, which ``sinfo`` appends if
+    nodes differ."""
     return int(re.sub(r"\D", "", text) or 0)
 
 

@@ -269,7 +269,8 @@ def _beside_allocator(choice: DeviceChoice, probes: Probes) -> dict[str, Any]:
 def _beside_tier(
     config: ClusterConfig, choice: DeviceChoice, tier: Tier, probes: Probes
 ) -> dict[str, Any]:
-    """Return the bandwidth and the bytes of host memory as fields of :class:`~parallax.plan.cluster.Device`.
+    """Return the bandwidth of copies between device and host memory, and the bytes of host memory for each rank, as
+    fields of :class:`~parallax.plan.cluster.Device`.
 
     The result is empty for CPUs, and for accelerators that offload to host memory or do not offload. Only an
     accelerator with a slower offload tier, such as disk, needs these fields in addition to the fields of that tier.
@@ -287,9 +288,11 @@ def offload_tier(choice: DeviceChoice, tier: str) -> Tier:
 
 
 def probe_together(choice: DeviceChoice, *, fresh: bool = False) -> HostSpeeds:
-    """Return the relative speed of each of 1, 2, … devices that compute at once.
+    """Return the speed of 1, 2, … devices that compute at once, relative to one device alone, and the times of their
+    all-reduces.
 
-    The speed is measured only for processes that share a CPU. Other devices do not slow each other down.
+    This is measured only for several processes that share a CPU. Otherwise the result is empty, because other devices
+    do not slow each other down. ``fresh`` measures again instead of reading the cache.
     """
     if choice.kind != "cpu" or choice.count == 1:
         return ALONE
@@ -306,14 +309,16 @@ def _copying_share(choice: DeviceChoice) -> float:
 
 
 def _computing_share(choice: DeviceChoice, copying: int) -> float:
-    """Return the fraction of its cores on which a rank computes while its threads copy to and from the offload tier."""
+    """Return the fraction of its cores on which a rank computes while ``copying`` of its threads copy to and from the
+    offload tier."""
     if _copying_share(choice) < 1 or choice.kind != "cpu":
         return _copying_share(choice)
     return min(1.0, usable_cores() / (choice.count * (choice.threads + copying)))
 
 
 def _host_update_seconds(tier: Tier, probes: Probes) -> float:
-    """Return the seconds of an optimizer step on the host per byte of weights, for AdamW in full precision.
+    """Return the seconds of an optimizer step on the host per byte of weights, for AdamW in full precision; 0 without
+    an offload tier.
 
     The step is limited by memory bandwidth, so the seconds follow from the measured copy bandwidth of one thread; a
     copy reads and writes each byte. The planner adds the transfers of the offload tier
@@ -334,9 +339,10 @@ def _device_memory(config: ClusterConfig, choice: DeviceChoice) -> list[int]:
 
 
 def _tier_bytes(config: ClusterConfig, tier: Tier, probes: Probes) -> int:
-    """Return the capacity of the offload tier for all ranks together.
+    """Return the capacity of the offload ``tier`` in bytes, for all ranks of this machine together; 0 if ``tier`` is no
+    offload tier.
 
-    ``auto`` leaves a fifth of the free bytes unused.
+    If the capacity is ``auto`` in ``config``, it is four fifths of the bytes that are free now.
     """
     if not tier.exists:
         return 0

@@ -28,7 +28,8 @@ _TOUCHING = 8  # threads that touch an arena's pages, which the kernel clears at
 
 
 class Arena(Protocol):
-    """Host memory for copies, allocated once. ``allocated_bytes`` is the number of bytes taken from the system."""
+    """Host memory for copies, allocated once. ``data`` is the memory as a tensor of bytes, with the requested size.
+    ``allocated_bytes`` is the number of bytes taken from the system."""
 
     data: Tensor
     allocated_bytes: int
@@ -38,7 +39,7 @@ class Arena(Protocol):
 
 
 class PlainArena:
-    """An arena of pageable memory."""
+    """An arena of ``count`` bytes of pageable memory."""
 
     def __init__(self, count: int) -> None:
         self.data, self.allocated_bytes = torch.empty(count, dtype=torch.uint8), count
@@ -48,7 +49,8 @@ class PlainArena:
 
 
 class ApartArena:
-    """An arena on a machine whose RAM also serves as the device. Meters of device memory exclude the arena."""
+    """An arena of ``count`` bytes on a machine whose RAM also serves as the device. Meters of device memory exclude the
+    arena."""
 
     def __init__(self, count: int) -> None:
         self.allocated_bytes = max(1, -(-count // mmap.PAGESIZE)) * mmap.PAGESIZE
@@ -72,9 +74,9 @@ def _give_back(pages: mmap.mmap, count: int) -> None:
 
 
 class TorchArena:
-    """An arena that torch pins, with a size rounded up to a power of two.
+    """An arena of ``count`` bytes that torch pins, which allocates a power of two. Error messages end with ``remedy``.
 
-    It is for devices that cannot pin memory allocated outside torch.
+    This class is for devices that cannot pin memory allocated outside torch.
     """
 
     def __init__(self, count: int, remedy: str = PINNING_REMEDY) -> None:
@@ -92,9 +94,10 @@ class TorchArena:
 
 
 class RegisteredArena:
-    """An arena of exact size: pages of this process that ``register(address, bytes)`` pins.
+    """An arena of exact size: pages of this process, for ``count`` bytes, that ``register(address, bytes)`` pins.
 
-    ``register`` returns 0 or an error code of the device's runtime. Huge pages are used if possible. The kernel places
+    ``register`` returns 0 or an error code of the device's runtime. Error messages end with ``remedy``. Huge pages are
+    used if possible. The kernel places
     a page in the memory of the processor that touches it first. So threads on ``cpus``, which are near the device,
     touch all pages first.
 
@@ -148,7 +151,8 @@ def _unpin_later(
 
 
 def _pages(count: int, allocated: int, advice: str = "") -> mmap.mmap:
-    """Map private memory for ``count`` bytes, with huge pages if possible."""
+    """Map ``allocated`` bytes of private memory, whole pages for ``count`` bytes, with huge pages if possible. Raises
+    :class:`SwapError`, with a message that ends with ``advice``, if memory is short."""
     try:
         pages = mmap.mmap(-1, allocated, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if allocated >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):

@@ -171,7 +171,10 @@ def probe_local_link() -> tuple[float, float]:
 
 
 def probe_device_copy(source: torch.Tensor, target: torch.Tensor) -> float:
-    """Return the bytes per second of copies between an accelerator and pinned host memory or another device."""
+    """Return the bytes per second of copies from ``source`` to ``target``: the best of four measurements.
+
+    One of the two tensors is on an accelerator, the other in pinned host memory or on another device.
+    """
 
     def copy() -> None:
         target.copy_(source, non_blocking=True)
@@ -203,7 +206,7 @@ def probe_peers(kind: str) -> float:
 
 
 def _peer_rate(tensor: torch.Tensor) -> float:
-    """Return the bytes per second between the device of ``tensor`` and another device; 0 if unknown.
+    """Return the bytes per second between two devices of the kind on which ``tensor`` is; 0 if unknown.
 
     A new process measures. If that fails because only this process has registered the kind of device, this process
     measures instead, unless it is a rank.
@@ -319,7 +322,8 @@ ALONE = HostSpeeds()
 def measure_together(count: int, threads: int, *, fresh: bool = False) -> HostSpeeds:
     """Return the speeds of 1 to ``count`` concurrent processes of ``threads`` threads each.
 
-    They are measured once, in about six seconds, and then read from the cache.
+    At most :data:`TOGETHER` processes are measured, once, in about six seconds; later calls read the result from the
+    cache, unless ``fresh`` is True.
     """
     count = min(count, TOGETHER)
     known = [
@@ -401,7 +405,8 @@ def compute_together(count: int, threads: int) -> tuple[list[float], list[float]
 
 @contextlib.contextmanager
 def _worker(rank: int, count: int, threads: int, store: Path) -> Iterator[subprocess.Popen[str]]:
-    """Start a process that runs :func:`compute_on_request`, and kill it at the end of the block."""
+    """A context with a new process that runs :func:`compute_on_request` with these arguments. The process is killed at
+    the end of the context."""
     arguments = f"{rank}, {count}, {threads}, {str(store)!r}"
     code = (
         f"from parallax.machine.probes import compute_on_request; compute_on_request({arguments})"

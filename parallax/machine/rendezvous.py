@@ -40,7 +40,7 @@ def torchrun_options(endpoint: str) -> list[str]:
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int]:
-    """Return host and port of ``HOST:PORT``. An IPv6 address is in brackets."""
+    """Return host and port of ``endpoint``, which is ``HOST:PORT``. An IPv6 address is in brackets."""
     host, colon, port = endpoint.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not colon or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -51,13 +51,14 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def _is_this_host(addresses: Set[str]) -> bool:
-    """Return whether any of the addresses belongs to this host or is loopback."""
+    """Return whether any of ``addresses`` belongs to this host or is loopback."""
     own = {each.address for found in psutil.net_if_addrs().values() for each in found}
     return any(each in own or _is_loopback(each) for each in addresses)
 
 
 def _torch_knows(host: str, addresses: Set[str]) -> bool:
-    """Return whether torchrun itself recognises this host as the rendezvous host.
+    """Return whether torchrun itself recognises this host as the rendezvous host ``host``, whose addresses are
+    ``addresses``.
 
     If so, the caller does not set the option ``is_host``. Then several torchrun agents on this host can join, and one
     of them opens the port. With ``is_host=1`` only one agent could join.
@@ -79,7 +80,8 @@ def _is_loopback(address: str) -> bool:
 
 
 def _source(family: int, place: tuple[object, ...], endpoint: str) -> str:
-    """Return this host's address on the route to ``place``. Connecting a datagram socket sends no packet."""
+    """Return this host's address on the route to ``place``, a socket address of ``family``. Error messages name the
+    rendezvous ``endpoint``. No packet is sent, because connecting a datagram socket sends none."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(place)

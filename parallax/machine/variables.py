@@ -15,7 +15,8 @@ _LAUNCHERS = "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI
 
 
 def check_interfaces(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise :class:`ConfigError` if gloo's network interface is set to one that this host does not have."""
+    """Raise :class:`ConfigError` if ``GLOO_SOCKET_IFNAME`` in ``environment`` names a network interface that this host
+    does not have."""
     named = environment.get("GLOO_SOCKET_IFNAME", "")
     present = sorted(psutil.net_if_addrs())
     if missing := [name for name in named.split(",") if name and name.strip() not in present]:
@@ -26,7 +27,8 @@ def check_interfaces(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def check_rank(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise :class:`ConfigError` if the variables of a rank are incomplete or contradict each other."""
+    """Raise :class:`ConfigError` if the variables in ``environment`` that make a process a rank, such as ``RANK`` and
+    ``WORLD_SIZE``, are incomplete or contradict each other."""
     if missing := [key for key in _RANK if not environment.get(key)]:
         given = [key for key in (*_RANK, "TORCHELASTIC_RUN_ID") if environment.get(key)]
         raise ConfigError(
@@ -42,7 +44,8 @@ def check_rank(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def leftover_warning(environment: Mapping[str, str] = os.environ) -> str:
-    """Return a warning if rank variables are set in a process that no launcher started as a rank; '' otherwise."""
+    """Return a warning if rank variables, such as ``RANK``, are set in a process that no launcher started as a rank; ''
+    otherwise."""
     found = _by_hand(environment)
     if not found:
         return ""

@@ -52,7 +52,7 @@ class HostNeeds:
 
     ``ranks`` are the ranks of this host, and ``world`` is the number of ranks on all hosts. ``accelerators`` is the
     number of ranks on this host whose device has its own memory. ``process_bytes`` is the memory that each process
-    needs besides its plan; 0 if the processes already run.
+    needs besides its plan; 0 if the processes already run. ``folders`` are the needs of each folder.
     """
 
     ranks: tuple[RankNeeds, ...]

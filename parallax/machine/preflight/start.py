@@ -21,7 +21,8 @@ from parallax.machine.preflight.needs import (
 
 
 def check_host(needs: HostNeeds, where: str = "this host") -> None:
-    """Raise :class:`~parallax.errors.PreflightError` if ``needs`` exceed the host's resources."""
+    """Raise :class:`~parallax.errors.PreflightError` if ``needs`` exceed this host's resources. ``where`` names the
+    host in the message."""
     refuse(_findings(needs), where)
 
 
