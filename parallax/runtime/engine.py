@@ -238,7 +238,8 @@ class Engine:
 
     @property
     def beside(self) -> dict[str, threading.Thread]:
-        """The threads of background activities, by the name of the activity. Watchdog threads read them."""
+        """The threads of background activities, such as writing a checkpoint, by the name of the activity. Watchdog
+        threads read them."""
         return self.saving.pending.threads
 
     @property
@@ -334,8 +335,8 @@ class Engine:
         unchanged. Without averages it does nothing.
 
         Steps and checkpoints are refused inside the context. They stay refused afterwards if there are replicas and the
-        code inside the context has raised an exception. In this case the trained weights are not put back, because this
-        is a collective operation, in which the ranks that have not failed do not take part.
+        code inside the context has raised an exception. In this case the trained weights are not put back, because all
+        ranks would have to take part in that, and ranks that have not failed do not.
         """
         self._check_trained()
         if not self._averages.updates:

@@ -148,7 +148,8 @@ class EvaluationEngine:
 
     @property
     def current(self) -> CurrentAction | None:
-        """The action that this rank is running, for watchdog threads."""
+        """The action that this rank is running, its step, and its start time (time.perf_counter); None between steps.
+        Watchdog threads read it."""
         return self._forward.executor.current
 
     @property

@@ -97,7 +97,8 @@ class RankProgram:
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """The inputs of one run of a program.
+    """The inputs of one run of ``program`` over ``batch``, in the step number ``index``. ``training`` is True if the
+    program contains backwards.
 
     The loss is divided by ``denominator``: the number of rows of the global batch or, if the loss defines ``count``,
     the number of targets that count. The gradient of the loss is multiplied by ``scale``. If ``keep`` is given, no

@@ -121,7 +121,8 @@ class Evaluation:
         return self._share
 
     def parts(self) -> list[tuple[int, int, float]]:
-        """Return (first row, last row + 1, loss) of each call since :meth:`begin`. Synchronizes with the device."""
+        """Return (first row, last row + 1, loss) for each call of :meth:`of` since :meth:`begin`. Synchronizes with the
+        device."""
         return [(*rows, value) for rows, value in zip(self._rows, self._values.tolist())]
 
     def begin(self) -> None:
@@ -221,7 +222,8 @@ class Evaluation:
 
 
 def _nothing_of(outputs: Tensors, value: Tensor) -> Tensor:
-    """Return a loss of 0 that depends on ``outputs``, so that a backward can run."""
+    """Return a loss of 0, with the type and the device of ``value``, that depends on ``outputs``, so that a backward
+    can run."""
     parts = [each.flatten()[:0].sum() for each in outputs if each.requires_grad]
     return sum(
         (each.to(value.dtype) for each in parts), torch.zeros_like(value, requires_grad=False)

@@ -180,7 +180,7 @@ class PendingSaves:
         return self._together(own)
 
     def _name(self) -> None:
-        """Wait for all ranks' parts, then start to write the index."""
+        """Wait until all ranks have written their parts. Then start to write the index and to rename the folder."""
         assert self._save is not None
         save, parts = self._save, self._parts(self._save)
         index = broadcast_result(lambda: {**save.entries, **self._contents(save, parts)})

@@ -30,7 +30,7 @@ from parallax.runtime.channels.message import (
 class DirectSender:
     """The sending end of one channel. At most ``ahead`` messages are sent but not yet received.
 
-    ``headers`` is the gloo address to which headers are sent.
+    ``address`` is the destination of device tensors, and ``headers`` the gloo address to which headers are sent.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ class Address:
     tag: int
 
     def send(self, buffer: Tensor) -> dist.Work:
-        """Start to send; ``buffer`` must stay allocated and unchanged until the work ends."""
+        """Start to send ``buffer``, which must stay allocated and unchanged until the returned work ends."""
         assert self.group is not None
         return self.group.send([buffer], self.peer, self.tag)
 

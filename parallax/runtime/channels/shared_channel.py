@@ -69,7 +69,8 @@ os.register_at_fork(after_in_child=_close_all)
 
 
 class Contact(NamedTuple):
-    """The address of a process. Processes with the same ``place`` can share memory; senders connect to ``listener``."""
+    """The address of the process with id ``process``. Processes with the same ``place`` can share memory; senders
+    connect to the socket named ``listener``. ``place`` is None if the process cannot share memory."""
 
     place: str | None
     listener: str
@@ -103,7 +104,8 @@ class Listener:
         return self._connections[route]
 
     def _wait(self, process: int) -> None:
-        """Wait for a connection; stop waiting when ``process`` has ended."""
+        """Wait for a connection. Raises EOFError if the process with id ``process`` ends before it connects, and
+        BlockingIOError after the timeout of process groups."""
         connected, either, events = select.poll(), select.poll(), [(0, 0)]
         connected.register(self._socket, select.POLLIN)
         with contextlib.suppress(ProcessLookupError), _open_process(process) as life:

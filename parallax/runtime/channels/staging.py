@@ -96,7 +96,7 @@ class Staging(Protocol):
         """
 
     def drain(self) -> None:
-        """Wait until all messages are posted; raise the error of a failed send."""
+        """Wait until the ``post`` function of each send has been called; raise the error of a failed send."""
 
     def close(self) -> None:
         """Stop the staging; no more messages are sent."""
@@ -144,7 +144,8 @@ class DeviceBuffer:
         self._read: Event | None = None
 
     def upload(self, data: Tensor) -> tuple[Tensor, Event]:
-        """Queue the copy on a side stream. The compute stream waits for it; this thread does not."""
+        """Queue the copy of ``data`` to the device on a side stream. The compute stream waits for the copy; this thread
+        does not."""
         if self._memory.numel() < data.numel():
             self._memory = torch.empty(data.numel(), dtype=torch.uint8, device=self._device)
             self._read = None  # the copy then waits for all queued work, whichever used this memory

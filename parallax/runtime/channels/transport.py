@@ -93,7 +93,8 @@ class Channels:
         return "gloo" if self._mesh.device.type == "cpu" else "gloo, staged through the host"
 
     def drain(self) -> None:
-        """Wait until all messages are posted; raise the error of a failed send."""
+        """Wait until the tensors of all sent messages have been copied, so that the caller may change them. Raise the
+        error of a failed send."""
         self._staging.drain()
 
     def close(self) -> None:

@@ -38,7 +38,8 @@ Check = Callable[[str, Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class WrittenParts:
-    """The checksum of each written tensor, and the bytes and the SHA-256 of each file."""
+    """The files that a rank has written. ``checksums`` maps the full name of each tensor to its CRC-32, and ``files``
+    the name of each file to its bytes and its SHA-256."""
 
     checksums: dict[str, int] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -143,8 +144,9 @@ class PartWriter:
 
 
 def write_file(path: Path, tensors: dict[str, Tensor], checksums: dict[str, int]) -> dict[str, Any]:
-    """Write host tensors to a safetensors file and sync it. Return the file's size and SHA-256, and add each tensor's
-    checksum to ``checksums``. Raises :class:`CheckpointError`."""
+    """Write host tensors to the safetensors file ``path`` and sync it. Return the file's entry in the index: its size
+    in bytes and its SHA-256. Also add the CRC-32 of each tensor to ``checksums``. Raises :class:`CheckpointError` if
+    the file cannot be written."""
     # The widest types first, so that all tensors are aligned.
     ordered = sorted(tensors.items(), key=lambda entry: (-entry[1].element_size(), entry[0]))
     head, size = file_head(dict(ordered)), sum(tensor.nbytes for _, tensor in ordered)

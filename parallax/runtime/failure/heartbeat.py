@@ -45,7 +45,7 @@ class Heartbeat(Protocol):
     """A rank's side of the heartbeat. The watch's thread calls ``beat``, and the main thread calls ``end``."""
 
     def beat(self, status: BeatStatus) -> None:
-        """Show that the rank is alive."""
+        """Show the launcher that the rank is alive, and its ``status``."""
 
     def end(self) -> None:
         """Record that the rank ended normally."""
@@ -85,7 +85,7 @@ class FileHeartbeat:
             self._handle = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
 
     def beat(self, status: BeatStatus) -> None:
-        """Overwrite the previous status."""
+        """Overwrite the previous status in the rank's file with ``status``."""
         if self._handle is None:
             return
         seen, limits = status.seen.to_list(), (status.limit_seconds, status.grace_seconds)

@@ -52,8 +52,8 @@ class Life:
         return self._children - children > busy
 
     def _measure(self) -> tuple[float, str, float]:
-        """Return the time, the number of context switches of the main thread, and the CPU seconds of this process
-        except those of the calling thread."""
+        """Return the time (time.monotonic), the numbers of context switches of the main thread as text, and the CPU
+        seconds of this process except those of the calling thread."""
         return time.monotonic(), self._switches(), time.process_time() - time.thread_time()
 
     def _switches(self) -> str:
@@ -64,8 +64,8 @@ class Life:
         return ""
 
     def _reads_or_writes(self) -> bool:
-        """Return whether any thread waits for a disk. Nothing else shows such a wait, and the main thread may wait for
-        that thread."""
+        """Return whether any thread of this process waits for a disk. Such a thread counts as progress, because the
+        main thread may wait for it. Nothing else that is checked shows a wait for a disk."""
         for stat in self._threads.glob("*/stat"):
             with contextlib.suppress(OSError, IndexError):
                 if stat.read_text().rpartition(")")[2].split()[0] == "D":

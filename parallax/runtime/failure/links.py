@@ -42,7 +42,7 @@ class UnreachableError(ConnectionError):
 
 
 class PeerLink:
-    """One end of a connection."""
+    """One end of a connection between the watches of two ranks."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(_SEND_SECONDS)

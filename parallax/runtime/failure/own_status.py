@@ -22,7 +22,8 @@ class Watched(Protocol):
 
     @property
     def current(self) -> tuple[Action, int, float] | None:
-        """The current action; the same object for the duration of the action."""
+        """The current action, its step, and its start time (time.perf_counter); None between steps. It is the same
+        tuple object for the duration of the action."""
 
     @property
     def completed_steps(self) -> int:
@@ -79,7 +80,7 @@ class OwnStatus:
 
     @property
     def current(self) -> tuple[Action, int, float] | None:
-        """The action that the engine is running."""
+        """The action that the engine is running, its step, and its start time; None outside of steps."""
         return self._attended[0].current if self._attended else None
 
     def coordinate(self, rank: int) -> Coordinate | None:

@@ -149,7 +149,7 @@ def name(rank: int, place: Coordinate | None, action: Action | None = None, node
 
 
 def speaker(report: FailureReport, hosts: Sequence[str], present: Sequence[int]) -> int:
-    """Return the rank that prints ``report``: the failed rank if it still can.
+    """Return the rank that prints ``report``: the failed rank if it still can. ``hosts`` holds the host of each rank.
 
     Otherwise the result is another rank among the ``present`` ranks: the first on the host of the failed rank or, if
     there is none, the first of all. The result is -1, which means the first rank of each host, if hosts cannot reach
@@ -167,10 +167,10 @@ def speaker(report: FailureReport, hosts: Sequence[str], present: Sequence[int])
 
 
 def speaks(report: FailureReport, rank: int, hosts: Sequence[str]) -> bool:
-    """Return whether ``rank`` prints the report.
+    """Return whether ``rank`` prints ``report``. ``hosts`` holds the host of each rank.
 
-    No rank could be chosen if rank 0 has ended or if hosts cannot reach each other. Then the first rank of each host
-    prints the report.
+    If rank 0 has ended or if hosts cannot reach each other, no rank could be chosen by :func:`speaker`. Then the first
+    rank of each host prints the report, without the failed rank.
     """
     if report.how not in _CANNOT_REPORT:
         return report.rank == rank

@@ -137,8 +137,8 @@ def row_digest(
 
 
 def _digest(read: Callable[[int, int], Any], low: int, high: int) -> int | None:
-    """Return a digest of rows [low, high); None if this rank cannot read them. A rank that needs these rows raises the
-    error in its step."""
+    """Return a digest of rows [low, high), which ``read(low, high)`` returns; None if ``read`` raises an exception. No
+    error is lost: a rank that needs these rows reads them again in its step."""
     try:
         return _folded(read(low, high))
     except HangError:

@@ -28,7 +28,7 @@ class SpanClock(Protocol):
     """Measures the spans of one rank's actions, which run one after another."""
 
     def begin(self) -> float:
-        """Start an action; return the host's time."""
+        """Start to measure an action. Return the host's time (time.perf_counter)."""
 
     def end(self, rank: int, step: int, action: Action, waited: float) -> None:
         """End ``action``, in which the host waited for ``waited`` seconds."""
@@ -121,7 +121,8 @@ class DeviceSpans:
         self._last: tuple[torch.Event, float] | None = None
 
     def begin(self) -> float:
-        """Record the start of an action as an event behind all queued work."""
+        """Record the start of an action as an event behind all queued work. Return the host's time
+        (time.perf_counter)."""
         self._copies.take_stalls()
         self._begun, self._reads = self._event(), []
         if self._last is None:

@@ -92,8 +92,8 @@ class Metrics:
                 rows.add_to(metric)
 
     def evaluated(self) -> dict[str, float]:
-        """Return the metrics of all rows that all replicas have added since :meth:`begin`. All ranks call this
-        method."""
+        """Return the values of the metrics, by name, over all rows that all replicas have added since :meth:`begin`.
+        All ranks call this method and get the same values."""
         if not self.config.metrics:
             return {}
         self._exchange_task()
@@ -130,8 +130,8 @@ class Metrics:
             self._copied = flat.to("cpu", non_blocking=True)
 
     def stepped(self) -> dict[str, float]:
-        """Return the metrics of the training rows of all replicas, from the states on the host. Only the first replica
-        of the last stage gets the values; all other ranks get 0."""
+        """Return the values of the metrics, by name, over the training rows of all replicas, from the states on the
+        host. Only the first replica of the last stage gets the values; all other ranks get 0 for each metric."""
         mine = {} if self._copied is None else self._from_sums(self._copied)
         return {name: mine.get(name, 0.0) for name in self.trained}
 
@@ -175,8 +175,8 @@ class Metrics:
             self._task = self._task or next(iter(found), None)
 
     def _computed(self) -> dict[str, float]:
-        """Return the metrics, computed from the states of all replicas. Only the first replica of the last stage gets
-        them; all other ranks get an empty dict."""
+        """Return the values of the metrics of evaluated rows, by name, computed from the states of all replicas. Only
+        the first replica of the last stage gets them; all other ranks get an empty dict."""
         if not self._mesh.is_last or self._task is None:
             return {}
         found = {}
@@ -201,7 +201,8 @@ class Metrics:
 
 @contextmanager
 def _refusing(name: str, rows: ScoredRows | None = None) -> Iterator[None]:
-    """A context that converts an error of the metric ``name`` to :class:`ConfigError`."""
+    """A context that converts an error of the metric ``name`` to :class:`ConfigError`. The message names the shapes of
+    ``rows``, if given."""
     shapes = ""
     if rows is not None:
         shapes = (

@@ -27,7 +27,7 @@ class GroupSummary(NamedTuple):
 
 
 class ClipGroup(NamedTuple):
-    """The clipping of some parameters' gradients.
+    """The clipping of some parameters' gradients: to the norm ``clip_norm``, and then each element to ``clip_value``.
 
     ``norm`` is the index of the gradient norm that clipping uses. Index 0 is the norm over all parameters whose group
     has no ``clip_norm`` of its own.

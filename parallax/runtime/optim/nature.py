@@ -67,8 +67,9 @@ class Nature:
         return frozenset(name for found in self.states.values() for name in found)
 
     def state_bytes(self, group: int, shape: Sequence[int], itemsize: int) -> int:
-        """Return the bytes of the optimizer states of a parameter of ``shape``. ``itemsize``: the bytes per element in
-        the type of the step. A scalar state counts as 0, because buckets do not store it."""
+        """Return the bytes of the optimizer states of a parameter of ``shape`` in the parameter group with the index
+        ``group``. ``itemsize``: the bytes per element in the type of the step. A scalar state counts as 0, because
+        buckets do not store it."""
         total = 0
         for sizes, own in self.states[group, len(shape)].values():
             if sizes:

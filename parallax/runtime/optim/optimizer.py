@@ -156,11 +156,11 @@ class StageOptimizer:
         self.zero_grad()
 
     def ready(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Wait until ``parameters`` are updated."""
+        """Wait until the host, which may still be stepping, has updated ``parameters``."""
         self._host.ready(parameters)
 
     def finish(self) -> None:
-        """Wait until all parameters are updated."""
+        """Wait until the host, which may still be stepping, has updated all its parameters."""
         self._host.finish()
 
     def states(self, parameter: Tensor) -> dict[str, Tensor]:

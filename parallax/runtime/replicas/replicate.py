@@ -77,7 +77,7 @@ class NoSync:
         self._notify = notify
 
     def arm(self, stage: int) -> None:
-        """Add hooks for the last backward."""
+        """Add hooks to the parameters of ``stage``, for its last backward."""
         for parameter in self._parameters.get(stage, ()):
             if parameter.requires_grad:  # the user may have frozen it
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._notify))
@@ -175,8 +175,8 @@ class StageGradientSync:
 
 
 class SyncStep(Protocol):
-    """A synchronization that follows the sum of a rank's own gradients. It may start during the last backward of a
-    step."""
+    """A synchronization between ranks that follows the :class:`GradientSync` of a rank, for example the sum of
+    gradients over stages that share a parameter. It may start during the last backward of a step."""
 
     @property
     def all_reduces(self) -> int:
