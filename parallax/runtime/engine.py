@@ -443,7 +443,7 @@ class Engine:
 @dataclass(frozen=True)
 class EngineConfigs:
     """The settings of :class:`Engine` besides model and plan. ``factor(step)`` returns the factor by which the learning
-    rates of a step are multiplied. The other fields are those of :meth:`Engine.build`."""
+    rates of a step are multiplied. The other fields are settings that :meth:`Engine.build` takes."""
 
     stage: StageConfigs
     optimizer: OptimizerConfig

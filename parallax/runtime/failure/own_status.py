@@ -70,7 +70,7 @@ class OwnStatus:
     def phase(self, name: str) -> Iterator[None]:
         """Name the main thread's activity inside this context. The name is used outside of steps.
 
-        It must complete the sentence "the rank has been …".
+        ``name`` must complete the sentence "the rank has been …".
         """
         before, self._phase = self._phase, (name,)
         try:

@@ -382,7 +382,8 @@ class Watch:
         end_process(report.code)
 
     def _present(self, report: FailureReport) -> list[int]:
-        """Return the ranks that are still connected to rank 0."""
+        """Return rank 0 and the ranks that are still connected to it. If the process of a rank was lost, first wait a
+        moment, because the end of a host ends all of its ranks."""
         if report.how is FailureKind.LOST and len(set(self._met.hosts)) > 1:
             time.sleep(_FOLLOW_SECONDS)  # a host that fails ends all of its ranks
         return [0, *(peer for peer, link in self._links.items() if not link.ended)]

@@ -103,7 +103,8 @@ def as_config(
 
 
 def check_optimizer(key: str, name: str, made: Any) -> Optimizer:
-    """Return ``made``, the result of a user's function. Raises :class:`ConfigError` if it is not an optimizer."""
+    """Return ``made``, the result of the user's function called ``name``, which the setting or argument ``key`` gave.
+    Raises :class:`ConfigError` if ``made`` is not an optimizer."""
     if not isinstance(made, Optimizer):
         raise ConfigError(
             f"{key}={name}: it returned a {type(made).__name__}; accepted is one torch.optim.Optimizer over the "
@@ -119,7 +120,7 @@ def check_betas(betas: Sequence[float]) -> None:
 
 
 def check_momentum(key: str, momentum: float) -> None:
-    """Raise :class:`ConfigError` unless ``momentum`` is in [0, 1)."""
+    """Raise :class:`ConfigError` unless ``momentum``, the value of the setting ``key``, is in [0, 1)."""
     if not 0 <= momentum < 1:
         raise ConfigError(f"optimizer.{key}={momentum}: accepted are numbers in [0, 1)")
 

@@ -72,6 +72,6 @@ def curve(schedule: ScheduleConfig, steps: int, width: int = 48) -> str:
 
 
 def check_share(key: str, value: float) -> None:
-    """Raise :class:`ConfigError` unless ``value`` is in [0, 1]."""
+    """Raise :class:`ConfigError` unless ``value``, the value of the setting ``key``, is in [0, 1]."""
     if not 0 <= value <= 1:
         raise ConfigError(f"schedule.{key}={value}: accepted are numbers from 0 to 1")
