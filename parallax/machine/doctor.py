@@ -67,9 +67,10 @@ REMOTE_FILE_SYSTEMS = {
 class Report:
     """The results of all checks.
 
-    ``devices`` lists kind, name and bytes of each device, and ``memory`` the free bytes of RAM, shared memory and disk.
-    ``cores`` is the number of usable cores, ``limits`` the limits on memory below the RAM. ``probes`` is None if no
-    file can be written to measure the disk. ``findings`` are the problems to expect.
+    ``devices`` lists kind, name, and total and free bytes of each device. ``memory`` holds the available bytes of RAM,
+    the size of /dev/shm, and the free bytes of the disk. ``cores`` is the number of usable cores, ``limits`` the limits
+    on memory below the RAM. ``probes`` is None if no file can be written to measure the disk. ``findings`` are the
+    problems to expect.
     """
 
     devices: list[dict[str, str | int]]

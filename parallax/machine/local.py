@@ -353,10 +353,11 @@ def _tier_bytes(config: ClusterConfig, tier: Tier, probes: Probes) -> int:
 
 
 def divided(config: ClusterConfig, copies: int, folder: Path) -> ClusterConfig:
-    """Return the settings of one of ``copies`` equal parts of the devices, with an equal part of the cores and of each
-    tier.
+    """Divide the devices of ``config``, the cores, and each tier into ``copies`` equal parts, and return the settings
+    of one part.
 
-    ``folder`` is the folder of the swap files. Raises :class:`ConfigError` if there are fewer devices than copies.
+    ``folder`` is the folder of the swap files, whose free bytes are divided. Raises :class:`ConfigError` if there are
+    fewer devices than copies.
     """
     choice = choose_devices(config)
     if copies > choice.count:
