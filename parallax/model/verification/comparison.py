@@ -64,6 +64,10 @@ class _Ran:
     buffers: dict[str, Tensor]
 
 
+# {kind of a difference: field of _Ran}, in the order of the comparison
+_RESULTS = {"output": "outputs", "loss": "loss", "gradient": "gradients", "buffer": "buffers"}
+
+
 class _Differs(Exception):
     """Raised for a difference between chain and model.
 
@@ -214,10 +218,11 @@ class _Comparison:
                 return  # the chain was recorded for training only, and reports that itself
             how = f"{type(failure.error).__name__}: {_first_line(failure.error)}"
             raise _Differs(each, "block", str(failure.index + 1), how) from failure
-        for kind in ("outputs", "loss", "gradients", "buffers"):
-            differing = first_difference(getattr(expected, kind), getattr(found, kind), self._part)
+        for kind, results in _RESULTS.items():
+            a, b = getattr(expected, results), getattr(found, results)
+            differing = first_difference(a, b, self._part)
             if differing is not None:
-                raise _Differs(each, kind.removesuffix("s"), *differing)
+                raise _Differs(each, kind, *differing)
 
     def _ran(
         self,

@@ -314,6 +314,21 @@ def test_nothing_hides_behind_a_head_of_zeros() -> None:
         verify(chain_of(lambda: Zeros(True)), F.cross_entropy, batch(), key="detached")
 
 
+def test_a_loss_that_differs_is_named() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            return {"logits": super().forward(x), "scale": 2.0}
+
+    def loss(results: dict[str, Any], targets: Tensor) -> Tensor:
+        return F.cross_entropy(results["logits"], targets) * results["scale"]
+
+    chain = chain_of(lambda: Scaled(6, 3))
+    assert verify(chain, loss, batch(), when=True) == Verdict()
+    other = dataclasses.replace(chain, template={**chain.template, "scale": 3.0})
+    with pytest.raises(DescribeError, match="own forward does: loss differs, by"):
+        verify(other, loss, batch(), when=True)
+
+
 def test_what_does_not_fit_the_host_is_not_checked_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
