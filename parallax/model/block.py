@@ -141,7 +141,7 @@ def transform(value: Any, change: Callable[[Any], Any], kinds: tuple[type, ...] 
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield (path, leaf) for each leaf in nested containers, as :func:`transform` finds them.
+    """Yield (path, leaf) for each leaf in nested containers. Containers and leaves are those of :func:`transform`.
 
     A path lists the keys and indices that lead to the leaf. For a field of a dataclass it has a :class:`Field`.
     """
@@ -163,7 +163,10 @@ def is_nest(value: Any) -> bool:
 
 
 def parts_of(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (key or index, child) for the content of a container; nothing for any other value."""
+    """Yield (key or index, member) for each member of a tuple, list, dict or dataclass; nothing for any other value.
+
+    The key of a dataclass's field is a :class:`Field`.
+    """
     if isinstance(value, Mapping):
         yield from value.items()
     elif isinstance(value, list) or type(value) is tuple or _has_names(value):

@@ -192,10 +192,10 @@ def _masked_unevenly(targets: Any) -> list[int] | None:
 
 
 def _rows_of(value: Any, few: int, chosen: list[int]) -> Any:
-    """Return nested containers with only the ``chosen`` rows of each tensor.
+    """Return the nested containers ``value`` with only the rows ``chosen`` of each tensor.
 
-    An index of a row is taken modulo the tensor's number of rows. If ``few`` is not 0, a tensor whose length is not
-    ``few`` is returned whole.
+    An index in ``chosen`` is taken modulo the tensor's number of rows. ``few``: the number of rows of the tensors that
+    have rows; a tensor of another length is returned whole. 0: rows are chosen from every tensor.
     """
 
     def change(part: Any) -> Any:

@@ -252,7 +252,10 @@ def describe(
 
 
 def _ending(chain: Chain, partition: Partition) -> Chain:
-    """Return a chain of the blocks in ``partition``, which are the model of ``chain`` or a part of it."""
+    """Return a copy of ``chain`` whose blocks are those in ``partition``.
+
+    They are the whole model or a part of it. ``whole_model`` of the copy is ``chain``.
+    """
     return replace(
         chain,
         blocks=partition.blocks,
@@ -365,7 +368,10 @@ def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
 
 
 def _check_apart(names: Mapping[int, str], modules: Sequence[nn.Module]) -> None:
-    """Raise :class:`DescribeError` if a module is in two of the user-defined blocks ``modules``."""
+    """Raise :class:`DescribeError` if a module is in two of the user-defined blocks ``modules``.
+
+    ``names``: {id of a block's module: its name in the model}.
+    """
     seen: dict[int, str] = {}
     for block in modules:
         for module in block.modules():

@@ -90,7 +90,11 @@ def scores_of(outputs: Any) -> Any:
 
 
 def _first(found: Any) -> Any:
-    """Return the loss tensor in the return value of a loss: a dict, a tuple, a model output or the tensor itself."""
+    """Return the loss tensor in ``found``, the return value of a loss.
+
+    It is the entry ``loss`` of a dict, the first member of a tuple or list, the attribute ``loss`` of a model output,
+    or ``found`` itself.
+    """
     if isinstance(found, Mapping) and "loss" in found:
         return found["loss"]
     if isinstance(found, tuple | list) and found:

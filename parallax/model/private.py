@@ -35,14 +35,18 @@ def in_backward() -> bool:
 
 
 class OperatorMode(TorchDispatchMode):
-    """A TorchDispatchMode, which intercepts every operator in its context, that does not import torch's compiler.
+    """The base class of dispatch modes here. A dispatch mode intercepts every operator in its context.
 
-    Torch excludes the code of such modes from compilation, and imports the compiler for that, which takes a second.
-    This class skips that step as long as nothing else has imported the compiler.
+    Torch excludes the code of a TorchDispatchMode from compilation, and imports the compiler for that, which takes a
+    second. This class skips that step as long as nothing else has imported the compiler.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let each call choose between the subclass's own ``__torch_dispatch__`` and torch's wrapper of it."""
+        """Replace ``__torch_dispatch__`` of a subclass by a function that selects what to call each time.
+
+        It calls torch's wrapper of the subclass's own method if torch's compiler has been imported, otherwise the
+        method itself.
+        """
         plain = cls.__torch_dispatch__
         super().__init_subclass__(**kwargs)
         wrapped = cls.__torch_dispatch__
@@ -194,7 +198,7 @@ def count_as_plain(kind: type[Tensor]) -> None:
 
 
 def current_node() -> int | None:
-    """Return the number of the backward node that this thread is running; None outside a backward."""
+    """Return the sequence number of the backward node that this thread is running; None outside a backward."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 
@@ -211,9 +215,9 @@ class NestedSizes:
 
     @contextmanager
     def repeat(self) -> Iterator[None]:
-        """A context for a forward.
+        """A context for the first forward, and for each recomputation of it.
 
-        The counter starts from the value that it had when this context was first entered.
+        In the context, torch's counter starts from the value that it had when this context was first entered.
         """
         counts: Any = sys.modules.get("torch.nested._internal.nested_tensor")
         now = counts._tensor_id_counter if counts is not None else 0

@@ -202,10 +202,12 @@ class SavedBytes:
     def byte_totals(
         self, entering: Sequence[Tensor], results: Sequence[Tensor]
     ) -> tuple[int, int, int, int]:
-        """Return offloadable bytes, resident bytes, bytes saved by the loss, and all bytes that the forward adds.
+        """Return four numbers of bytes, in which each storage counts once.
 
-        ``entering`` and ``results`` are the inputs and outputs of the forward. The loss runs after the block, so the
-        tensors that the loss saves are neither offloaded nor recomputed.
+        They are the offloadable bytes and the resident bytes that the block saves for backward, the bytes that the loss
+        saves, and all bytes that exist after the forward and did not exist before it. ``entering`` and ``results`` are
+        the inputs and outputs of the forward. The loss runs after the block, so the tensors that the loss saves are
+        neither offloaded nor recomputed.
         """
         block = {key: found for key, found in self._block.items() if key not in self._loss}
         before = {address(tensor.untyped_storage()) for tensor in entering}

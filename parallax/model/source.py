@@ -79,12 +79,15 @@ class ModelConfig(Registered):
         return False
 
     def base(self, seed: int) -> str:  # noqa: ARG002
-        """Return a text that identifies the model to which adapters were added; empty without adapters."""
+        """Return a text that identifies the model to which adapters were added; empty without adapters.
+
+        ``seed``: the run's seed, from which that model has its initial values if no files have them.
+        """
         return ""
 
     @property
     def libraries(self) -> Sequence[str]:
-        """The modules that building the model imports, if their import takes long."""
+        """The names of the modules that :meth:`build` imports, if their import takes long."""
         return ()
 
     @property

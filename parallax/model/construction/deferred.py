@@ -49,11 +49,12 @@ class Values(Protocol):
         known: Mapping[int, Any],
         filled: Collection[int] = (),
     ) -> dict[int, Any]:
-        """Return a ``memo`` with which ``copy.deepcopy`` copies ``module`` with real values.
+        """Return a ``memo`` with which ``copy.deepcopy`` makes a copy of ``module`` that has real values.
 
-        ``module`` belongs to the model on the meta device. The result maps the id of each of its tensors to a CPU
-        tensor. Floating-point parameters and buffers have ``dtype``. ``known`` are entries that already exist.
-        ``filled`` are ids of tensors that need no values, because the caller overwrites them.
+        ``module`` holds tensors of the model on the meta device. The memo maps the id of each of these tensors to the
+        CPU tensor that replaces it in the copy. In the copy, floating-point parameters and buffers have ``dtype``.
+        ``known``: entries that the caller already has, such as tensors shared with an earlier copy; the memo contains
+        them unchanged. ``filled``: ids of tensors that need no values, because the caller overwrites them.
         """
         ...
 
@@ -61,8 +62,9 @@ class Values(Protocol):
 class DeferredModel:
     """A model built without memory, from which stages with values can be created.
 
-    ``model`` is the model with all parameters and buffers on the meta device. ``attributes`` maps paths to its other
-    tensors. ``unwritten`` are the names of parameters that the constructor left uninitialized.
+    ``model`` is the model with all parameters and buffers on the meta device. ``attributes`` maps the paths of the
+    model's other tensors to these tensors. ``unwritten`` are the names of parameters that the constructor left
+    uninitialized. ``values()`` returns the object that computes real values.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class DeferredModel:
 
 
 def deferred_init(factory: ModelFactory, seed: int) -> DeferredModel:
-    """Run the model constructor ``factory`` on the meta device, and return the model.
+    """Run the model constructor ``factory`` on the meta device, and return the model as a :class:`DeferredModel`.
 
     ``seed`` seeds the random numbers unless the constructor sets a seed itself. Raises :class:`DescribeError` if
     ``factory`` does not return a model, or returns a model with lazy parameters.
@@ -220,7 +222,9 @@ class _Replayed:
         known: Mapping[int, Any],
         filled: Collection[int] = (),
     ) -> dict[int, Any]:
-        """See :class:`Values`. Tensors that are one object, or that share memory, still are or do so in the copy."""
+        """See :class:`Values`. Tensors that are one object are one object in the copy, too, and tensors that share
+        memory share memory there.
+        """
         own = {id(t): t for t in [*module.parameters(), *module.buffers()]}
         plain = {id(t): t for t in plain_tensors(module).values() if id(t) not in own}
         parts: dict[int, Any] = dict(known)
@@ -264,10 +268,11 @@ def _build_on_host(factory: ModelFactory, seed: int, reason: str) -> DeferredMod
 
 
 class _Built:
-    """Gets the values of a constructor that cannot be recorded by running it again, normally, on the CPU.
+    """Provides the values of a model whose constructor cannot be recorded: runs the constructor again, normally, on the
+    CPU.
 
-    The first request for a module returns the built module itself, because functions in the module may refer to it.
-    Later requests return copies.
+    The memo of the first call for a module makes ``copy.deepcopy`` return the built module itself, because functions in
+    the module may refer to it. The memos of later calls for the module have copies of its tensors.
     """
 
     def __init__(self, factory: ModelFactory, seed: int, skeleton: nn.Module) -> None:
@@ -320,9 +325,10 @@ _ATOMS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 
 @contextmanager
 def cleared_caches(log: OperationLog) -> Iterator[None]:
-    """A context that on exit clears function caches (``functools.lru_cache``) which hold tensors of ``log``.
+    """A context that on exit clears the function caches (``functools.lru_cache``) in which tensors of ``log`` are
+    stored.
 
-    Only caches with new entries since the context was entered are searched.
+    Only caches that got new entries in the context are searched.
     """
     before = {id(cache): cache.cache_info().misses for cache in _caches()}
     try:

@@ -48,7 +48,11 @@ class Generators:
 
     @contextlib.contextmanager
     def begun(self) -> Iterator[None]:
-        """A context in which the constructor runs. On exit, the states of all random generators are restored."""
+        """A context in which the constructor runs, with seeded generators and a first mark on torch's default
+        generator.
+
+        On exit, the states of all random generators are restored.
+        """
         with seeded(self._seed):
             self._mark(torch.default_generator, OwnState(0))
             try:
@@ -58,9 +62,11 @@ class Generators:
                     generator.set_state(state)
 
     def next(self, generator: torch.Generator | None, place: int) -> Drawn:
-        """Return the random state from which operation ``place`` of the log draws, and mark the generator.
+        """Return the random state from which the logged operation with index ``place`` draws, and mark the generator
+        anew.
 
-        ``generator`` None is torch's default generator.
+        ``generator``: the generator that the operation uses; None: torch's default generator. Raises
+        :class:`Unrecordable` if it is not a CPU generator.
         """
         generator = torch.default_generator if generator is None else generator
         if generator.device.type != "cpu":

@@ -86,9 +86,9 @@ class HostValueInterceptor(TorchFunctionMode):
         return self._on_meta(function, *args, **kwargs)
 
     def _on_meta(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a call in which the constructor itself requests the meta device.
+        """Return the result of a call for which the constructor itself requests the meta device.
 
-        The result would have no values without recording either.
+        The result has no values. Without recording it would have none either.
         """
         before, self._recorder.to_meta = self._recorder.to_meta, True
         try:
@@ -159,9 +159,9 @@ class HostValueInterceptor(TorchFunctionMode):
         tensor[self._places(index)] = value
 
     def _places(self, index: Any) -> Any:
-        """Return an index in which lists are CPU tensors.
+        """Return ``index`` with a CPU tensor in place of each list, range or numpy array.
 
-        torch would convert the lists to meta tensors, which have no values.
+        torch would convert these to meta tensors, which have no values.
         """
         if type(index) is tuple:
             return tuple([self._places(part) for part in index])

@@ -93,7 +93,10 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnState:
-    """The random state for draw number ``place``. Only draws for which the constructor set no seed are numbered."""
+    """The random state for draw number ``place``, which is computed from the run's seed and this number.
+
+    Only draws for which the constructor set no seed are numbered.
+    """
 
     place: int
 

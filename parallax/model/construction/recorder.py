@@ -191,7 +191,8 @@ class OperatorRecorder(OperatorMode):
     ) -> Operation:
         """Return the log entry of an operator call.
 
-        It is created before the call, because the call may resize its arguments.
+        The entry is created before the call, because the call may resize its arguments. ``written``: the tensors that
+        the operator writes in place.
         """
 
         def view(part: Any) -> Any:
@@ -271,7 +272,12 @@ class OperatorRecorder(OperatorMode):
         return change(results, bare)
 
     def _append(self, operation: Operation, kind: Operator, results: Any, generator: Any) -> None:
-        """Add the operation to the log if it writes anything, and add result tensors with new memory."""
+        """Append ``operation`` to the log if it writes into any storage, and add the storages that it creates to the
+        log.
+
+        ``results``: the operator's results on the meta device. ``generator``: the generator from which the operator
+        draws, if it draws; None: torch's default generator.
+        """
         made = [(i, t) for i, t in enumerate(flat(results)) if isinstance(t, Tensor)]
         outputs = []
         for i, tensor in made:

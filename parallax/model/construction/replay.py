@@ -175,9 +175,10 @@ class _States:
 
     @contextlib.contextmanager
     def drawing(self, place: int, drawn: Drawn | None, seed: int) -> Iterator[None]:
-        """A context in which operation ``place`` runs.
+        """A context in which the operation with index ``place`` runs.
 
-        In it, torch's default generator has the logged random state ``drawn``.
+        In the context, torch's default generator has the logged random state ``drawn``; None: the operation draws no
+        random numbers. ``seed``: the seed for draws for which the constructor set none.
         """
         if drawn is None:
             yield

@@ -120,7 +120,7 @@ class PretrainedLayout:
         return found
 
     def kept_name(self, names: Sequence[str]) -> str:
-        """Return the one of ``names``, all of the same tensor, under which the tensor is saved.
+        """Return the one of ``names``, which are all names of one tensor, under which this tensor is saved.
 
         It is the name to which transformers ties the others.
         """
@@ -129,7 +129,10 @@ class PretrainedLayout:
 
 
 def _by_kind(steps: Iterable[Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
-    """Return the steps that rename, the steps that convert, and {source pattern: step that converts}."""
+    """Sort the conversion steps of transformers in ``steps``.
+
+    Return the steps that rename tensors, the steps that compute tensors, and {source pattern: step that computes}.
+    """
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     steps = list(steps)
@@ -155,7 +158,8 @@ def _renamed(name: str, renamings: Iterable[Any]) -> str:
 def _converting(model: Any, step: Any, first: str, parts: list[tuple[str, str]]) -> Recipe:
     """Return a recipe that applies ``step``, a conversion of transformers that computes tensors from other tensors.
 
-    ``parts``: (name, pattern that the name matched) of each source tensor. ``first``: the name of the first result.
+    ``parts``: for each source tensor, its name and the pattern that the name matched. ``first``: the name of the first
+    tensor that the conversion computes.
     """
 
     def make(read: Read) -> dict[str, Tensor]:

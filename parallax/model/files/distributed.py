@@ -67,12 +67,14 @@ _KNOWN: dict[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler that accepts the known names and torch's dtypes, and rejects all other names."""
+    """An unpickler that accepts the names in ``_KNOWN``, which an index contains, and torch's dtypes; it rejects all
+    others.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a plain data class for a known name, or a dtype for the name of one.
+        """Return the class that stands for ``module.name`` if the name is in ``_KNOWN``, or the dtype with this name.
 
-        Raises an error for any other name.
+        Raises UnpicklingError for any other name.
         """
         if (module, name) in _KNOWN:
             return _KNOWN[module, name]
@@ -88,7 +90,7 @@ class _StoredPiece(NamedTuple):
     """A chunk of a tensor.
 
     ``offsets`` and ``sizes``: the range of the chunk in each dimension of the tensor. ``file``, ``start`` and
-    ``length``: the bytes of the chunk.
+    ``length``: the file with the chunk's values, and the range of its bytes in this file.
     """
 
     offsets: tuple[int, ...]
@@ -99,7 +101,7 @@ class _StoredPiece(NamedTuple):
 
 
 class DistributedFiles:
-    """The tensors in the folder ``path``.
+    """The tensors in the folder ``path``, which torch.distributed.checkpoint has written.
 
     ``held``: {name in the state_dict: meta tensor}. The keys of nested dictionaries are joined by dots. Raises
     :class:`CheckpointError` for any defect of the folder.

@@ -97,9 +97,10 @@ class RowDropout(TorchFunctionMode):
         *,
         train: bool = True,
     ) -> Tensor | None:
-        """Return the result of a dropout function, which ``drop`` computes.
+        """Return the result that ``drop`` computes in place of a dropout function; None: torch's own function must be
+        called.
 
-        None means that torch's own function must be called. ``F.dropout`` calls its flag ``training``,
+        The other arguments are those of the dropout function. ``F.dropout`` calls its flag ``training``,
         ``torch.dropout`` calls it ``train``.
         """
         if not (training and train and 0 < p < 1):

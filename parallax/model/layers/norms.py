@@ -207,7 +207,11 @@ def _statistic(module: nn.Module, name: str) -> Tensor | None:
 
 
 def _average(moved: Sequence[tuple[Tensor, float]], group: dist.ProcessGroup | None) -> None:
-    """Replace each tensor by its weighted average over the replicas. If all weights are 0, the tensor is unchanged."""
+    """Replace each tensor in ``moved`` by its weighted average over the replicas.
+
+    ``moved``: (tensor, weight of this replica). A tensor whose weights are 0 on all replicas is unchanged. ``group``:
+    the process group of the replicas.
+    """
     wide = _wide(moved[0][0].dtype)
     parts = [tensor.to(wide) * weight for tensor, weight in moved]
     # Filled on the device: a copy from the host would block it.

@@ -89,16 +89,20 @@ class RowNoise:
 
 
 def _words_of(rows: Sequence[tuple[int, ...]]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """Return four 64-bit words for each row, as an array of shape (4, rows)."""
+    """Return an array of shape (4, rows): the words a, b, c and d of each row (see the module's docstring).
+
+    ``rows`` are the keys of the rows, of which the words are hashes.
+    """
     digests = [hashlib.blake2b(repr(row).encode(), digest_size=8 * _WORDS) for row in rows]
     words = np.frombuffer(b"".join(digest.digest() for digest in digests), dtype="<i8")
     return words.astype(np.int64).reshape(len(rows), _WORDS).T
 
 
 def _choices(words: Tensor, runs: Tensor, places: Tensor) -> Tensor:
-    """Return a pseudo-random 32-bit number for each row, run and position.
+    """Return a pseudo-random 32-bit number for each row, each run of 1024 numbers, and each position in a run.
 
-    It is computed from the row's ``words`` and the constants of the run and position.
+    The number is computed from the row's ``words``, the run's constant in ``runs``, and the position's constant in
+    ``places``.
     """
     slopes, heights = words[::2], words[1::2]
     both = torch.addcmul(heights, slopes, runs).bitwise_right_shift_(32).to(torch.int32)
@@ -107,7 +111,7 @@ def _choices(words: Tensor, runs: Tensor, places: Tensor) -> Tensor:
 
 
 def _threshold(p: float) -> int:
-    """Return the signed 32-bit number below which a fraction ``p`` of all signed 32-bit numbers is."""
+    """Return a signed 32-bit number. A fraction ``p`` of all signed 32-bit numbers is below it."""
     return min(2**32 - 1, round(p * 2**32)) - 2**31
 
 

@@ -18,9 +18,10 @@ from parallax.model.recurrent import recurrent_weights
 class BlockSizes:
     """Sizes of a block in the chain's number format.
 
-    ``parameters``: the number of parameters. ``parameter_bytes``: of all parameters. ``frozen_bytes``: of the frozen
-    parameters. ``largest_bytes``: of the largest trained parameter. ``buffer_bytes``: of all buffers twice, because a
-    copy is kept to undo a step. Buffers that are not floating-point keep their dtype.
+    ``parameters``: the number of parameters. ``parameter_bytes``: the bytes of all parameters. ``frozen_bytes``: the
+    bytes of the frozen parameters. ``largest_bytes``: the bytes of the largest trained parameter. ``buffer_bytes``:
+    twice the bytes of all buffers, because a copy is kept to undo a step. Buffers that are not floating-point keep
+    their dtype.
     """
 
     parameters: int
@@ -52,8 +53,8 @@ def tie_costs(
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Yield (bytes, block indices) for each parameter that several blocks share.
 
-    ``trained``: yield only trained parameters if True, only frozen ones if False. ``flat``: also yield the recurrent
-    weights of each block, which are in one buffer.
+    ``trained``: yield only trained parameters if True, only frozen ones if False. ``flat``: the device keeps recurrent
+    weights in one buffer; also yield (bytes, block index) for the recurrent weights of each block that has any.
     """
     tied = set()
     for users in chain.ties.values():
@@ -86,10 +87,11 @@ def block_by_block(
     entering: tuple[Tensor, ...],
     find: Callable[[int, tuple[Tensor, ...], bool], _Found],
 ) -> list[_Found]:
-    """Return ``find(index, inputs, last)`` for every block. The inputs of a block are the outputs of the previous
-    block.
+    """Return ``find(index, inputs, last)`` for every block of ``chain``, in order.
 
-    ``find`` is called once for each distinct block, and its result is used for all equal blocks.
+    The inputs of the first block are ``entering``. The inputs of any other block are the outputs of the block before
+    it. ``last``: the block is the last one. ``find`` is called once for each distinct block, and its result is used for
+    all equal blocks.
     """
     known: dict[str, _Found] = {}
     found = []

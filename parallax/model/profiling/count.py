@@ -89,7 +89,12 @@ def count(
 
 @dataclass(frozen=True)
 class _Counted:
-    """The work of one block at one number of rows."""
+    """The work of one block at one number of rows.
+
+    ``forward``: the work of the forward. ``input_gradient`` and ``weight_gradient``: the parts of the backward's work.
+    ``entering`` and ``leaving``: the bytes of the block's inputs and outputs. ``outputs``: the block's output tensors.
+    The other fields are bytes, as in :class:`~parallax.plan.profile.BlockCost`.
+    """
 
     rows: int
     forward: PassWork
@@ -237,7 +242,8 @@ class _Counter:
         """Return the ``gathered`` fields of the last block's :class:`BlockWork`: the work of one loss over ``rows``
         rows.
 
-        ``low`` and ``high`` are the counts of the last block at two numbers of rows.
+        ``low`` and ``high``: the counts of the last block at two numbers of rows. ``targets``: the targets of ``rows``
+        rows.
         """
         self._progress(f"counting the loss of {rows} row(s)")
         with self._mode:
@@ -318,9 +324,10 @@ class _Counter:
     def _saved(
         self, block: nn.Module, entering: tuple[Tensor, ...], targets: Any
     ) -> tuple[int, int, int, int]:
-        """Return four numbers of bytes that the forward saves for backward, as the profiler does.
+        """Return four numbers of bytes for a forward, by the same rule as the profiler.
 
-        They are offloadable bytes, resident bytes, bytes saved by the loss, and all bytes that the forward adds.
+        They are the offloadable bytes and the resident bytes that the block saves for backward, the bytes that the loss
+        saves, and all bytes that exist after the forward and did not exist before it. ``targets``: None without a loss.
         """
         held = [*block.parameters(), *block.buffers()]
         saved = SavedBytes(held, self._minimum, plain=FakeTensor)
@@ -333,9 +340,10 @@ class _Counter:
 
 
 def _entering(leaves: Sequence[Tensor], anchor: Tensor, meter: WorkMeter) -> tuple[Tensor, ...]:
-    """Return inputs for a block, which the block may change in place.
+    """Return inputs for a block, made from ``leaves``. The block may change the inputs in place.
 
-    As in a stage, they are not leaves, but results of a graph node with two parents.
+    As in a stage, an input that needs a gradient is not a leaf, but the result of a graph node with two parents: a leaf
+    and the scalar ``anchor``. The storages of the inputs are registered with ``meter``.
     """
     made = tuple(leaf + anchor.to(leaf.dtype) if leaf.requires_grad else leaf for leaf in leaves)
     meter.register_storages(made)

@@ -66,7 +66,13 @@ _GROWN = 1.5  # ratio for twice the rows; below it, costs that do not depend on 
 
 @dataclass(frozen=True)
 class _Measured:
-    """The costs of one block at one number of rows."""
+    """The costs of one block at one number of rows.
+
+    ``entering`` and ``leaving``: the bytes of the block's inputs and outputs. ``mapped``: see :class:`Allocations`, for
+    a forward and a backward together. ``flops``: the operations of matrix products in a forward and a backward.
+    ``outputs``: the block's output tensors. The other fields are seconds and bytes, as in
+    :class:`~parallax.plan.profile.BlockCost`. ``offload_seconds`` is None if it was not measured.
+    """
 
     rows: int
     forward_seconds: float
@@ -146,7 +152,11 @@ class _TooLarge(DescribeError):
 
 @contextlib.contextmanager
 def _fitting(what: str, rows: int, way_out: str) -> Iterator[None]:
-    """A context that replaces an out-of-memory error of the device by :class:`_TooLarge` with a message of one line."""
+    """A context that replaces an out-of-memory error of the device by :class:`_TooLarge` with a message of one line.
+
+    The message has three parts from the caller. ``what``: what was measured, such as a block. ``rows``: on how many
+    rows. ``way_out``: a remedy.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -283,7 +293,8 @@ class _Bench:
         *,
         offload: bool,
     ) -> list[_Measured]:
-        """Time all blocks a second time, and return the measurements ``known`` with the shorter times.
+        """Time all blocks a second time. Return the measurements ``known``, which :meth:`run` returned, with the
+        shorter times.
 
         Two measurements are added: the seconds of the part of a forward that recomputation skips and, with ``offload``,
         the slowdown by offloading.
@@ -314,7 +325,10 @@ class _Bench:
     def _passes(
         self, index: int, inputs: tuple[Tensor, ...], targets: Any
     ) -> tuple[nn.Module, BlockPasses]:
-        """Return a block, which has gradients to accumulate into, and the passes of this block."""
+        """Return the block ``index`` on the device, with gradients to accumulate into, and the passes of this block.
+
+        ``targets``: the targets if the passes include the loss, otherwise None.
+        """
         (block,) = materialise(self._chain, index, index + 1, self._device)
         leaves = tuple(
             tensor.detach().requires_grad_(index > 0 and can_require_grad(tensor))
@@ -374,7 +388,7 @@ class _Bench:
         return replace(known, **times, skipped_seconds=skipped, offload_seconds=offloading)
 
     def _times(self, passes: BlockPasses) -> dict[str, float]:
-        """Return {name in the profile: seconds} for a block's forward and backward, as a whole and split."""
+        """Return {field of :class:`_Measured`: seconds} for a block's forward and backward, as a whole and split."""
         _, forward, backward = self._time(passes.enter, passes.forward, passes.backward)
         split = passes.split, passes.input_gradient_pass, passes.weight_gradient_pass
         _, *others, weight = self._time(passes.enter, *split)
@@ -388,7 +402,8 @@ class _Bench:
     def whole_loss(self, rows: int, low: _Measured, high: _Measured, targets: Any) -> BatchLoss:
         """Return the cost of one loss over ``rows`` rows.
 
-        ``low`` and ``high`` have outputs, which are repeated for these rows.
+        ``low`` and ``high``: the measurements of the last block at two numbers of rows. The block's outputs in them are
+        repeated to get outputs of ``rows`` rows. ``targets``: the targets of these rows.
         """
         self._progress(f"measuring the loss of {rows} row(s)")
         aims = with_own_storage(to_device(targets, self._device))
@@ -422,9 +437,10 @@ class _Bench:
         )
 
     def _offload_seconds(self, block: nn.Module, moved: int, passes: BlockPasses) -> float:
-        """Return the seconds by which offloading slows down a block.
+        """Return the seconds by which offloading slows down a forward and a backward of ``block`` together.
 
-        The result is 0 if the offload tier cannot hold the activations.
+        ``moved``: the bytes of saved activations that can be offloaded. The result is 0 if there are none, if the run
+        does not offload, or if the offload tier cannot hold the activations.
         """
         try:
             if moved and self._offloader is not None:
@@ -473,9 +489,10 @@ class _Bench:
     def _saved(
         self, block: nn.Module, entering: tuple[Tensor, ...], targets: Any
     ) -> tuple[int, int, int, int]:
-        """Return four numbers of bytes that the forward saves for backward.
+        """Return four numbers of bytes for a forward.
 
-        They are offloadable bytes, resident bytes, bytes saved by the loss, and all bytes that the forward adds.
+        They are the offloadable bytes and the resident bytes that the block saves for backward, the bytes that the loss
+        saves, and all bytes that exist after the forward and did not exist before it. ``targets``: None without a loss.
         """
         saved = SavedBytes([*block.parameters(), *block.buffers()], self._minimum)
         with saved.block_hooks():

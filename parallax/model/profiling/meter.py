@@ -121,9 +121,10 @@ class WorkMeter(OperatorMode):
 
     @contextmanager
     def watch(self) -> Iterator[Callable[[], tuple[PassWork, int]]]:
-        """A context that counts work.
+        """A context that counts work. It yields a function without arguments.
 
-        It yields a function that returns the work, and the peak of bytes above those at its start.
+        This function returns the work since the context was entered, and by how many bytes the peak exceeds the bytes
+        that were alive then.
         """
         self._base = self._peak = self._level
         self._found = PassWork()
@@ -157,7 +158,7 @@ class WorkMeter(OperatorMode):
         )
 
     def _remember(self, storage: UntypedStorage) -> bool:
-        """Return whether ``storage`` is new. The bytes of a new storage are tracked until it is freed."""
+        """Return whether ``storage`` was unknown. The bytes of such a storage are tracked until it is freed."""
         key, size = address(storage), storage.nbytes()
         if key in self._known:
             return False

@@ -56,9 +56,10 @@ def slowdown_seconds(
     clock: Clock,
     seconds: float,
 ) -> float:
-    """Return the seconds by which offloading slows down ``forward`` and ``backward``, without waits for transfers.
+    """Return the seconds by which offloading slows down ``forward`` and ``backward`` together.
 
-    The result is the median over runs that alternate with and without offloading for about ``seconds``.
+    Waits for transfers do not count. The result is the median difference between a run with and a run without
+    offloading. Such pairs of runs are repeated for about ``seconds``.
     """
 
     def plain() -> float:

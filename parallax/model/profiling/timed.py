@@ -32,7 +32,9 @@ class Bench(Protocol):
 class BlockPasses:
     """The passes of one block: the forward, and the backward as a whole, split, or with offloaded saved tensors.
 
-    As in a stage, inputs are not leaves, but results of a graph node with two parents.
+    ``leaves``: tensors from which the inputs are made. As in a stage, an input that needs a gradient is not a leaf, but
+    the result of a graph node with two parents. ``targets``: the targets if the passes include the loss, otherwise
+    None.
     """
 
     def __init__(
@@ -82,7 +84,11 @@ class BlockPasses:
         return self._bench.add_loss(results, self._targets)
 
     def after_the_last_saved(self, clock: Clock) -> float:
-        """Return the seconds from the block's last saved tensor to the end of the forward, which includes the loss."""
+        """Run a forward, and return the seconds from the moment when the block saves its last tensor to the end of the
+        forward.
+
+        The forward includes the loss if there are targets.
+        """
         marks = [clock.mark()]
 
         def pack(tensor: Tensor) -> Tensor:
@@ -97,9 +103,8 @@ class BlockPasses:
         return clock.seconds_since(marks[0])
 
     def split(self, entering: Tensors) -> tuple[Tensors, WeightGradStore]:
-        """Run a forward whose backward defers weight gradients.
-
-        Return the results, and the store of these gradients.
+        """Run a forward whose backward defers weight gradients. Return the forward's results, and the store of these
+        gradients.
         """
         store = WeightGradStore(self._device)
         with store.splitting():
@@ -110,7 +115,10 @@ class BlockPasses:
         return self.split(self.enter())
 
     def input_gradient_pass(self, found: tuple[Tensors, WeightGradStore]) -> WeightGradStore:
-        """Run the backward of a split forward without the weight gradients, and return the store of these gradients."""
+        """Run the backward of a split forward without the weight gradients, and return the store of these gradients.
+
+        ``found``: what :meth:`split` returned.
+        """
         self.backward(found[0])
         return found[1]
 

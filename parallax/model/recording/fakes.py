@@ -240,7 +240,7 @@ def _is_repeatable(module: nn.Module, args: Any, kwargs: Any, first: Any) -> boo
 
 
 class AttributeChange:
-    """Records the attributes of all modules, to find and undo the changes that a forward makes."""
+    """Records the attributes of all modules at its creation, to find and undo the changes that a forward then makes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._before = {
@@ -250,8 +250,10 @@ class AttributeChange:
         self._buffers = {path: dict(module._buffers) for path, module in model.named_modules()}
 
     def changed(self) -> dict[tuple[str, str], Any]:
-        """Return {(module path, attribute name): (value, copy of its content if it is a container)} for changed
-        attributes.
+        """Return {(module path, attribute name): (value, copy)} for the attributes that have changed since this object
+        was made.
+
+        The value is the present one. The copy is that of its content if it is a container, otherwise None.
         """
         return {
             (path, name): value
@@ -286,7 +288,10 @@ class AttributeChange:
 
 
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Return {name: (value, copy of its content if it is a container)} for the attributes that are not torch's own."""
+    """Return {name: (value, copy of its content if it is a container, otherwise None)} for a module's attributes.
+
+    Attributes of torch itself are left out.
+    """
     return {
         name: (value, copy.copy(value) if isinstance(value, _CONTAINERS) else None)
         for name, value in vars(module).items()

@@ -129,7 +129,7 @@ class DataFlow(OperatorMode):
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a call's arguments. Tensors in slices are left out, because they do not matter here."""
+    """Yield the tensors in the arguments of a call. Tensors inside ``slice`` objects are not found."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):

@@ -46,7 +46,10 @@ class SampleShapes:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes that may differ in other inputs, largest first: all of 4 or more, except the number of rows."""
+        """The sizes that may differ in other inputs, largest first.
+
+        They are all sizes of the tensors' dimensions that are at least 4, except the number of rows.
+        """
         found = {
             size
             for _, shape, rows in self.shapes
@@ -68,10 +71,9 @@ class SampleShapes:
         return tuple(each for each in found if counts[each[1]] > 1)
 
     def limits(self, fixed: Collection[int]) -> tuple[tuple[int | None, ...], ...]:
-        """Return, for each tensor, the required size of each dimension.
+        """Return, for each tensor, the required size of each dimension, or None for a dimension that may have any size.
 
-        It is None, which means any size, for the number of rows and for each size of 4 or more that is not in
-        ``fixed``.
+        It is None for the number of rows, and for each size that is at least 4 and is not in ``fixed``.
         """
         return tuple(
             tuple(
@@ -144,7 +146,10 @@ class SampleValues:
 
 
 def input_name(path: tuple[Any, ...]) -> str:
-    """Return the name of the input at ``path`` in (positional arguments, named arguments)."""
+    """Return the name of an input: the keys of its path without the first, joined by dots, such as ``0`` or ``labels``.
+
+    ``path``: where the input is in the pair (positional arguments, named arguments) of the forward.
+    """
     return ".".join(map(str, path[1:]))
 
 

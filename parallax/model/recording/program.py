@@ -266,8 +266,9 @@ def _merge(
 ) -> Any:
     """Return the arguments of a call, with slots for the values that differ between runs.
 
-    ``nests``: the arguments in each run, mapped to the first run's tensors by ``others``. ``late``: the arguments in
-    evaluation, mapped by ``evaluated``. ``owner``: the module that makes the call, for errors.
+    ``nests``: the arguments in each run. ``others``: for each run, the mapping of the first run's tensors to those of
+    this run. ``late`` and ``evaluated``: the same for the run in evaluation mode, if there is one. ``owner``: the
+    module that makes the call, for errors.
     """
     columns = list(zip(*(parts(nest) for nest in nests), strict=True))
     lates: Iterator[Any] = iter(parts(late)) if evaluated is not None else iter(())

@@ -154,9 +154,11 @@ def _refusing(model: nn.Module, record: Callable[[], Partition]) -> Partition:
 
 
 def _with_rows(program: ForwardProgram, layer: str) -> Any:
-    """Return the output of ``layer`` with None in place of tensors without rows, such as a table of positions.
+    """Return the template of the output of ``layer``, with None in place of tensors without rows, such as position
+    tables.
 
-    Raises :class:`ConfigError` unless all other tensors have the rows in the first dimension.
+    ``program``: the program that ends at ``layer``. Raises :class:`ConfigError` unless all other tensors have the rows
+    in the first dimension.
     """
 
     def tensor_of(part: Any) -> ForwardTensor | None:
@@ -185,7 +187,11 @@ def _partition(
     *,
     whole: bool,
 ) -> Partition:
-    """Return the program partitioned into blocks, and log the program's restrictions."""
+    """Return the program partitioned into blocks, and log the program's restrictions.
+
+    ``runs``: the runs that gave the program. ``given``: the shapes of the sample's inputs. ``whole``: the blocks must
+    hold all tensors of the model, also unused ones.
+    """
     for kind in program.dropped:
         logger.info(
             "%s returns a %s, which the last stage cannot pass on: outputs have None in its place",
@@ -301,7 +307,10 @@ class _ForwardRuns:
         return program
 
     def _merge_evaluation(self, traced: frozenset[str], why: Exception) -> ForwardProgram:
-        """Return the program of evaluation only, for a model that computes something else in training."""
+        """Return the program of evaluation only, for a model that computes something else in training.
+
+        ``why``: the error that showed this, for the log.
+        """
         logger.info("%s is recorded for evaluation only (%s)", type(self._model).__name__, str(why))
         self._trains = False
         return self._merge(traced)
@@ -477,7 +486,10 @@ def _refused(model: nn.Module, why: str) -> DescribeError:
 
 
 class WorkShares:
-    """Each module's fraction of the model's floating-point operations, and its fraction of the model's parameters."""
+    """Each module's fraction of the model's floating-point operations, and its fraction of the model's parameters.
+
+    ``flops``: {module path: operations}; empty if they are unknown.
+    """
 
     def __init__(self, model: nn.Module, flops: Mapping[str, int]) -> None:
         self._numel = {
@@ -496,7 +508,8 @@ class WorkShares:
     def share_of_step(self, step: ForwardStep) -> float:
         """Return the larger of the two fractions of the module that ``step`` calls.
 
-        If the step calls a function, the result is 1/PARTS for a product with a parameter, otherwise 0.
+        A function has no such fractions. For a step that calls one, the result is assumed: 1/:data:`PARTS` for a
+        product with a parameter, otherwise 0.
         """
         if step.module is None:
             return 1 / PARTS if step.heavy else 0.0
@@ -545,10 +558,11 @@ def traced_modules(model: nn.Module, shares: WorkShares, whole: frozenset[str]) 
 
 @contextlib.contextmanager
 def _fused_modules(model: nn.Module) -> Iterator[set[str]]:
-    """Yield a set of paths of modules that are not divided for inference.
+    """A context that yields a set: the paths of the modules that are not divided for inference.
 
-    These are the modules of the kinds :data:`FUSED`. A forward inside the context adds each nn.TransformerEncoder that
-    it calls with padded rows: in evaluation the layers of such an encoder exchange nested tensors.
+    At first these are the modules of the kinds :data:`FUSED`. If a forward in the context calls an
+    nn.TransformerEncoder with padded rows, the encoder is added, because in evaluation its layers exchange nested
+    tensors.
     """
     found = {path for path, module in model.named_modules() if isinstance(module, FUSED)}
 

@@ -191,7 +191,11 @@ class ForwardRecorder(TorchFunctionMode):
     def _note_inside(
         self, original: Callable[..., Any], module: nn.Module, path: str, args: Any, kwargs: Any
     ) -> None:
-        """If the untraced ``module`` contains the layer, run ``module`` once more to record the layer's output."""
+        """If the trace ends at a module inside the untraced ``module``, run ``module`` once more to record the inner
+        output.
+
+        ``original``: torch's own ``nn.Module.__call__``. ``path``: the path of ``module`` in the model.
+        """
         layer = self._fakes.model.get_submodule(self._layer)
         inner = next((name for name, part in module.named_modules() if part is layer), None)
         if inner is not None:
@@ -229,9 +233,10 @@ class ForwardRecorder(TorchFunctionMode):
     def _whole(
         self, original: Callable[..., Any], module: nn.Module, path: str
     ) -> Callable[..., Any]:
-        """Return a function that calls ``module`` as one instruction.
+        """Return a function that calls ``module``, which is not traced inside.
 
-        If fake tensors do not suffice, it uses real values.
+        The function runs the module on fake tensors or, if that fails, on real values. ``original``: torch's own
+        ``nn.Module.__call__``. ``path``: the path of the module in the model.
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -313,7 +318,11 @@ class ForwardRecorder(TorchFunctionMode):
     def _call(
         self, run: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """Run a call and return its result. Record the call if it returns or changes tensors."""
+        """Run a call and return its result. Record the call if it returns or changes tensors.
+
+        ``run(*args, **kwargs)`` is the call. ``target``: the function or module path that the recorded instruction
+        names.
+        """
         # A snapshot: a module may replace tensors in a list that it gets.
         named = change((args, kwargs), lambda part: part)
         given = list(tensors_of((args, kwargs)))
@@ -338,8 +347,9 @@ class ForwardRecorder(TorchFunctionMode):
         return value
 
     def _note_longest(self, name: str, made: Instruction) -> None:
-        """Change an instruction that unpacks a PackedSequence, so that it pads rows to the longest row of the
-        micro-batch.
+        """If ``made`` unpacks a PackedSequence, change it so that it pads rows to the longest row of the micro-batch.
+
+        ``name``: the name of the function that ``made`` calls. A ``total_length`` that the user has given is kept.
         """
         if name == "_pad_packed_sequence" and total_length() is None:
             sizes = made.args[1]
@@ -349,10 +359,10 @@ class ForwardRecorder(TorchFunctionMode):
     def _run(
         self, run: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: Any
     ) -> tuple[Any, Answer | None]:
-        """Run one torch call on fake tensors, and return its result.
+        """Run one call on fake tensors. Return its result, and the value oracle's :class:`Answer` or None.
 
-        If the result depends on tensor values, the value oracle computes it, and its :class:`Answer` is the second
-        result; otherwise None.
+        If the result depends on tensor values, the value oracle computes it on real tensors. The second result is then
+        its answer, except for calls that pack or pad rows.
         """
         self._quiet += 1
         try:

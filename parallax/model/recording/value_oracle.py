@@ -85,7 +85,7 @@ OWN_ERRORS = NotTraceable, WritesParameter, KeepsState, HangError, ConfigError
 
 
 def user_line(frames: Iterable[traceback.FrameSummary]) -> str:
-    """Return the file and line of the innermost frame of the user's own code among ``frames``, or ''."""
+    """Return ", at FILE:LINE" for the innermost frame of the user's own code among ``frames``; '' if there is none."""
     own = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith(_OURS)]
     return f", at {own[-1].filename}:{own[-1].lineno}" if own else ""
 
@@ -107,7 +107,7 @@ def total_length() -> int | None:
 def no_python_randomness(owner: Callable[[], str]) -> Iterator[None]:
     """A context that raises :class:`NotTraceable` if random numbers of Python or numpy are drawn inside.
 
-    The trace would repeat these numbers for every batch.
+    The trace would repeat these numbers for every batch. ``owner()`` returns the path of the module whose forward runs.
     """
     before = _draw_counts()
     yield
@@ -124,9 +124,10 @@ def _draw_counts() -> tuple[int, int]:
 
 
 def without_values(fakes: FakeModel, flow: DataFlow, answer: Any, given: Any) -> Any:
-    """Return ``answer`` with fake tensors in place of its tensors.
+    """Return ``answer``, the result of a call on real values, with fake tensors in place of its tensors.
 
-    They are marked as dependent on the model's inputs if a tensor in ``given`` is.
+    ``given``: the call's arguments. If any tensor in them depends on the model's inputs, the fake tensors are marked as
+    dependent, too.
     """
     sources = list(tensors_of(given))
     follows = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sources)
@@ -247,8 +248,9 @@ class ValueOracle:
 class _TraceReplay:
     """Runs the instructions of a trace on which the tensors ``requested`` depend, with fillings for unknown values.
 
-    ``unknown``: numbers of floating-point tensors that depend on parameters or activations. They are filled instead of
-    computed. ``assumed``: inputs or fillings were used. ``drawn``: random numbers were used.
+    ``known``: the oracle that has the trace and the known values. ``unknown``: numbers of floating-point tensors that
+    depend on parameters or activations. They are filled instead of computed. ``assumed``: whether values of inputs or
+    fillings were used. ``drawn``: whether random numbers were used.
     """
 
     def __init__(self, known: ValueOracle, requested: list[int]) -> None:
@@ -266,7 +268,10 @@ class _TraceReplay:
     def evaluate(
         self, filling: _Filling, function: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Return the result of ``function`` on real values. Raises ``KeyError`` if a value is unavailable."""
+        """Return the result of ``function`` on real values, with ``filling`` in place of unknown values.
+
+        Raises ``KeyError`` if a value is unavailable.
+        """
         values: dict[int, Tensor] = {}
         with without_modes():
             for instruction in self._steps:
@@ -304,7 +309,11 @@ class _TraceReplay:
     def _carry_out(
         self, instruction: Instruction, values: dict[int, Tensor], filling: _Filling
     ) -> None:
-        """Run an instruction on real tensors and store its results in ``values``, unless an operand is unavailable."""
+        """Run an instruction on real tensors, and store its results in ``values``.
+
+        Calls of modules, and random operations other than uniform ones, are skipped. So is an instruction that fails or
+        has an unavailable operand. ``filling``: what replaces unknown values and uniform random numbers.
+        """
 
         def real(part: Any) -> Any:
             if not isinstance(part, TensorSlot):

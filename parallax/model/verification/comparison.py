@@ -117,7 +117,9 @@ class _Comparison:
             self._compare(own, blocks, each)
 
     def repeats(self, passes: Sequence[_Setting]) -> bool:
-        """Return whether the model's own forward gives the same results twice in training."""
+        """Return whether the model's own forward, run twice, gives equal results in the training settings of
+        ``passes``.
+        """
         blocks = BlocksInOrder(self._chain)
         first, second = OwnForward(self._chain, blocks), OwnForward(self._chain, blocks)
         try:
@@ -128,7 +130,10 @@ class _Comparison:
         return True
 
     def difference_message(self, passes: Sequence[_Setting], difference: _Differs) -> str:
-        """Return the message of the error for a chain that differs from the model. It names the block."""
+        """Return the message of the error for a chain that differs from the model. It names the block that differs.
+
+        ``passes``: all settings of the comparison. ``difference``: the first difference that was found.
+        """
         model, where = type(self._chain.model).__name__, difference.where
         index = self._block_of(passes, difference)
         block, count = (
@@ -246,8 +251,8 @@ class _Comparison:
     def _loss_of(self, results: Any, targets: Any) -> Tensor:
         """Return the loss of ``results``, the return value of the model or of the chain.
 
-        If the blocks are defined by the user, the chain does not restore the structure of the model's return value. The
-        loss then gets only the tensors, for both.
+        If the blocks are defined by the user, the chain does not restore the structure of the model's return value.
+        Then only the tensors are passed to the loss, those of the model as well as those of the chain.
         """
         if self._chain.template is None:
             results = self._chain.results(flatten(results)[0])
@@ -258,7 +263,9 @@ class _Comparison:
 class _Digests:
     """A set of tensors.
 
-    A tensor is represented by sums of its values, which do not depend on the order of dimensions.
+    A tensor is represented by two sums of its values, which do not depend on the order of dimensions. ``part``: the
+    tolerance of a comparison, relative to the sum of absolute values. ``seen``: {number of elements: (sum of values,
+    sum of absolute values) of each tensor}.
     """
 
     part: float

@@ -159,9 +159,10 @@ class _Parts:
         return None if draws.drew() else total
 
     def _run(self, bounds: Sequence[int], training: bool, *, gather: bool = False) -> _Summed:
-        """Run a step over the parts between ``bounds``.
+        """Run a step over the parts of the batch between ``bounds``, and return its loss and gradients.
 
-        Each part has its own loss or, with ``gather``, all have one.
+        ``bounds``: the first row of each part, and the end of the last part. ``training``: the model is in training
+        mode. ``gather``: the outputs of all parts have one loss together; otherwise each part has its own loss.
         """
         blocks, rows = self._blocks, self._bounds[-1]
         before = [buffer.detach().clone() for buffer in blocks.every_buffer()]

@@ -42,9 +42,12 @@ _LITERALS = bool, int, str, bytes, type(None), type(Ellipsis)
 class RecordedSegment(nn.Module):
     """The module of one block, which runs some steps of a model's forward.
 
-    It holds the model's own modules and tensors, under names that are equal in segments with equal steps.
-    ``evaluates``: the steps are also those of evaluation. ``differentiates``: some steps compute gradients, as models
-    that predict forces do. Such a segment records the autograd graph in evaluation, too.
+    It holds the model's own modules and tensors, under names that are equal in segments with equal steps. ``code``: the
+    text of the function ``run``, whose arguments are the segment and the block's inputs. ``members``: {name: (module or
+    tensor, whether the tensor is persistent as a buffer)}. ``other_mode``: {mode: names of the modules that are not in
+    this mode after ``train(mode)``}. ``evaluates``: the steps are also those of evaluation. ``differentiates``: some
+    steps compute gradients, as models that predict forces do. Such a segment records the autograd graph in evaluation,
+    too.
     """
 
     def __init__(
@@ -290,7 +293,7 @@ class SegmentWriter:
         return text
 
     def _nest(self, part: Any) -> str:
-        """Return code that builds a container of a user-defined class that contains tensors."""
+        """Return code that builds ``part``, a container of a user-defined class that contains tensors."""
         found: list[str] = []
 
         def number(inner: Any) -> Any:
@@ -306,7 +309,10 @@ class SegmentWriter:
         return f"{self._names[self._entering[0]]}.device"
 
     def _constant(self, value: Any, name: str = "constant") -> str:
-        """Return the name of a global variable for a value that has no Python literal."""
+        """Return the name of a global variable of the code, whose value is ``value``, which has no Python literal.
+
+        ``name``: the desired name; it is changed if it is taken or invalid.
+        """
         key = next((k for k, v in self._globals.items() if v is value), None)
         if key is None:
             plain = re.sub(r"\W|^__|__$", "_", name).lstrip("_") or "call"
