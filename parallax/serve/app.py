@@ -40,8 +40,9 @@ _GONE = 499  # as proxies log it; nobody reads this answer
 class ServeApp:
     """The ASGI application that serves one model.
 
-    ``version``: the version of Parallax. ``draining``: True while the server shuts down; queued requests are then still
-    answered, and new ones refused. ``unanswered``: the number of requests in progress.
+    ``token``: the token that a request must have; empty: no token is needed. ``version``: the version of Parallax.
+    ``draining``: True while the server shuts down; queued requests are then still answered, and new ones refused.
+    ``unanswered``: the number of requests in progress.
     """
 
     def __init__(
@@ -243,7 +244,7 @@ class ServeApp:
     async def _outputs(
         self, request: Request, answer: Future[BatchOutputs], seconds: float
     ) -> BatchOutputs | None:
-        """Return the outputs, or None if the client has closed the connection.
+        """Wait for ``answer``, and return its outputs; return None if the client closes the connection before.
 
         Raises :class:`RequestError` with status 504 if there is no answer after ``seconds``.
         """

@@ -35,9 +35,9 @@ def server_of(
 ) -> Server:
     """Return the description of a server, from which :mod:`parallax.plan.serving` predicts latencies.
 
-    ``times``: seconds of the model's batches. ``http``: seconds of the HTTP thread for each request, and for each
-    batch. ``kind``: the type of the devices. ``threads``: the number of threads with which all ranks together compute
-    on a CPU.
+    ``times``: the seconds of the model's batches. ``http``: the HTTP thread's processor seconds for each request, and
+    for each batch. ``kind``: the type of the devices, such as cpu. ``threads``: the number of threads with which all
+    ranks together compute on a CPU. ``copies``: the number of copies of the pipeline.
     """
     if config.batch_invariant:
         times = times.padded()
@@ -96,7 +96,11 @@ class Rates:
 
     @property
     def copies(self) -> int | None:
-        """The smallest number of pipeline copies that answers the rate within ``serve.p99``; None if no number does."""
+        """The smallest number of pipeline copies that is enough for the configured rate; None if no number is enough.
+
+        A number is enough if requests are answered as fast as they arrive and, if ``serve.p99`` is set, 99% of them are
+        answered within this time.
+        """
         return copies_needed(
             self.server,
             self.config.requests_per_second,
@@ -107,8 +111,8 @@ class Rates:
     def copies_line(self, copies: int | None, devices: int, present: int) -> str:
         """Return a line that says how many pipeline copies the rate needs.
 
-        ``copies``: that number, or None. ``devices``: the number of devices of one copy. ``present``: the number of
-        devices that are available.
+        ``copies``: the needed number; None: no number is enough. ``devices``: the number of devices of one copy.
+        ``present``: the number of devices that are available.
         """
         wanted = f"{self.config.requests_per_second:g} requests/s"
         if self.config.p99_seconds:
@@ -130,7 +134,9 @@ class Rates:
         return f"the p99 of up to {MOST_COPIES} is longer"
 
     def to_dict(self, copies: int | None) -> dict[str, Any]:
-        """Return the prediction as plain data. ``copies``: the needed number of pipeline copies, or None."""
+        """Return the prediction as plain data. ``copies``: the needed number of pipeline copies; None: no number is
+        enough.
+        """
         load = asdict(self.load)
         return {
             **{key: None if math.isinf(value) else value for key, value in load.items()},

@@ -66,7 +66,8 @@ def read_request(
     """Return the request in ``body``.
 
     ``header_bytes``: the value of the header Inference-Header-Content-Length, which is the size of the body's JSON part
-    in bytes; None if the whole body is JSON. Raises :class:`RequestError` with status 400 for an invalid request.
+    in bytes; None if the whole body is JSON. ``max_rows``: the largest accepted number of rows. Raises
+    :class:`RequestError` with status 400 for an invalid request.
     """
     length = len(body) if header_bytes is None else _length(header_bytes, len(body))
     keys = ("id", "parameters", "inputs", "outputs", "model_name", "model_version")
@@ -159,7 +160,10 @@ def _inputs(given: Any, binary: memoryview, model: ServedModel) -> list[Tensor]:
 
 
 def _checked_shape(entry: Mapping[str, Any], spec: TensorSpec) -> tuple[int, ...]:
-    """Return the shape in ``entry``. Raises :class:`RequestError` if shape or datatype do not match ``spec``."""
+    """Return the shape in ``entry``, the JSON object of an input in a request.
+
+    Raises :class:`RequestError` if the input's shape or datatype does not match ``spec``.
+    """
     name, datatype, shape = spec.name, entry.get("datatype"), entry.get("shape")
     if datatype != spec.datatype:
         raise bad(

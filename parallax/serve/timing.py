@@ -146,9 +146,11 @@ class HttpSeconds(NamedTuple):
 
 
 def http_seconds(model: ServedModel, config: ServeConfig) -> HttpSeconds:
-    """Return the seconds in which a server of ``model`` reads and answers requests of one row with binary data.
+    """Return the processor seconds that a server of ``model`` spends outside the model: for each request, and for each
+    batch.
 
-    The rate is the configured one, but at least 50 requests per second.
+    They are measured with requests of one row and binary data, at the configured rate, but at least 50 requests per
+    second, and at half of this rate.
     """
     metered, metrics = _Metered(model), ServeMetrics()
     plain = ServeConfig(max_batch_rows=config.max_batch_rows, max_body_bytes="1TiB")
@@ -173,7 +175,8 @@ async def _measured(
 ) -> tuple[list[tuple[int, int]], list[float]]:
     """Send requests at half of ``rate``, then at ``rate``.
 
-    Return, for both rates, (number of requests, number of batches) and the server's processor seconds.
+    Return two lists with one entry for each of these two rates: (number of requests, number of batches), and the
+    processor seconds of the server outside the model. ``listening``: the socket on which the server listens.
     """
     server = _LoopbackServer(http_settings(app, config))
     running = asyncio.ensure_future(server.serve(sockets=[listening]))
@@ -230,8 +233,8 @@ def _request(model: ServedModel) -> bytes:
 def _exchange(connections: Sequence[socket.socket], content: bytes, gaps: Sequence[float]) -> int:
     """Send requests, read all answers, and return the number of requests.
 
-    ``gaps``: the seconds before each request. A request is sent later if all connections wait for an
-    answer. No further request is sent after 0.8 s.
+    ``content``: the bytes of each request. ``gaps``: the seconds before each request. A request is sent later if all
+    connections wait for an answer. No further request is sent after 0.8 s.
     """
     idle, count, due = [*connections], 0, time.monotonic()
     end = due + 2 * _SECONDS
@@ -256,7 +259,10 @@ def _exchange(connections: Sequence[socket.socket], content: bytes, gaps: Sequen
 def _collect(
     waiting: selectors.BaseSelector, idle: list[socket.socket], timeout: float | None
 ) -> None:
-    """Read every answer that has begun to arrive, and move its connection from ``waiting`` to ``idle``."""
+    """Read every answer that has begun to arrive, and move its connection from ``waiting`` to ``idle``.
+
+    If none has, wait for one, but at most ``timeout`` seconds; None: without a limit.
+    """
     for key, _ in waiting.select(timeout):
         connection = key.fileobj
         assert isinstance(connection, socket.socket)

@@ -36,7 +36,10 @@ def send(link: socket.socket, message: dict[str, Any], tensors: Sequence[Tensor]
 
 
 def receive(link: socket.socket) -> tuple[dict[str, Any], list[Tensor]]:
-    """Return the next message and its tensors. Raises OSError if the peer has closed the connection."""
+    """Wait for the next message, and return the message and its tensors.
+
+    Raises OSError if the peer has closed the connection.
+    """
     length = bytearray(_LENGTH.size)
     _fill(link, memoryview(length))
     (size,) = _LENGTH.unpack(length)
