@@ -299,7 +299,10 @@ _OPTIONS = {
 
 
 def _option(text: str, override: Override, options: OptionFolders) -> str:
-    """Return the option that ``group=option`` selects; "" for ``experiment=null``."""
+    """Return the option that ``override``, of the form ``group=option``, selects; "" for ``experiment=null``.
+
+    Raises :class:`ConfigError` for an unknown option. ``text``: the override as it was typed, for the message.
+    """
     group, value = str(override.key_or_group), override.value()
     if group == "experiment" and value is None:
         return ""
@@ -368,7 +371,7 @@ class _Requested:
     def read(cls, overrides: Sequence[str], mistakes: Mistakes) -> _Requested:
         """Return the parsed ``overrides``.
 
-        The last override of a key counts. Errors of invalid ones are added to ``mistakes``.
+        The last override of a key counts. Errors about invalid overrides are added to ``mistakes``.
         """
         options, others = OptionFolders.of(overrides)
         requested = cls(options, {}, {}, [])
@@ -397,7 +400,9 @@ class _Requested:
         """Return the merged files of the chosen options as plain data, changed first by ``numbers``, then by the
         overrides.
 
-        The prefixes ``+`` and ``++`` of overrides are ignored, because keys are checked afterwards.
+        ``numbers``: {key: value}, to which interpolations in the overrides may refer. ``resolve``: replace each
+        interpolation ``${...}`` by its value. The prefixes ``+`` and ``++`` of overrides are ignored, because keys are
+        checked afterwards.
         """
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
@@ -487,7 +492,10 @@ def _onto(base: RunConfig, requested: _Requested) -> dict[str, Any]:
 
 
 def _unresolved(merged: DictConfig, error: Exception) -> NoReturn:
-    """Raise :class:`ConfigError` that names the key whose interpolation ``${...}`` cannot be resolved."""
+    """Raise :class:`ConfigError` that names the key in ``merged`` whose interpolation ``${...}`` cannot be resolved.
+
+    ``error``: what OmegaConf raised for this interpolation.
+    """
     from omegaconf import OmegaConf
 
     raw = leaves(typing.cast(dict[str, Any], OmegaConf.to_container(merged)))
@@ -502,7 +510,8 @@ def _unresolved(merged: DictConfig, error: Exception) -> NoReturn:
 def _remove(tree: dict[str, Any], key: str) -> None:
     """Remove ``key`` from ``tree``.
 
-    Raises :class:`ConfigError` unless the user chooses the keys of this dictionary freely, as in ``model.kwargs``.
+    Raises :class:`ConfigError` unless ``key`` is in a dictionary whose keys the user chooses freely, as in
+    ``model.kwargs``.
     """
     *parents, leaf = key.split(".")
     node: Any = tree

@@ -85,8 +85,9 @@ class Multirun:
         return cls(name, options, hydra, unswept.overrides, points, alike, in_turn)
 
     def check(self, points: Sequence[Sequence[str]]) -> None:
-        """Raise :class:`ConfigError` if Hydra cannot compose the configuration of one of the ``points``, as its
-        launcher does.
+        """Raise :class:`ConfigError` if Hydra cannot compose the configuration of one of the ``points``.
+
+        Hydra's launcher would compose the configurations in the same way.
         """
         with self._opened() as (hydra, config), _errors_in_one_line(()):
             for point in points:
@@ -124,7 +125,10 @@ class Multirun:
 
     @contextlib.contextmanager
     def _opened(self, folder: Path = Path()) -> Iterator[tuple[Hydra, DictConfig]]:
-        """Yield Hydra, and the sweep's configuration as Hydra composed it."""
+        """A context in which Hydra is open. It yields Hydra, and the sweep's configuration as Hydra composed it.
+
+        ``folder``: the folder for the launcher's own files.
+        """
         from hydra.types import RunMode
 
         with opened(self.options, configuration.nodes()) as hydra:
@@ -142,9 +146,10 @@ class Multirun:
 
 
 def _settings(folder: Path, typed: Sequence[str]) -> list[str]:
-    """Return overrides of Hydra's own settings: those ``typed`` by the user, and Parallax's own.
+    """Return overrides of Hydra's own settings: those ``typed`` by the user, and those that Parallax needs.
 
-    Parallax's stop Hydra from creating folders and logs, because runs create their own.
+    The latter stop Hydra from creating folders and logs, because runs create their own. ``folder``: the folder for the
+    files of Hydra's launcher.
     """
     ours = {
         "hydra.sweep.dir": quoted(str(folder)),

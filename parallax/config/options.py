@@ -96,9 +96,9 @@ def _folders(word: str) -> Iterator[Path]:
 
 
 def folder_of_options(what: str, text: str) -> Path:
-    """Return the folder at the path ``text``.
+    """Return the folder at the path ``text``. Raises :class:`ConfigError` if there is no such folder.
 
-    Raises :class:`ConfigError`, which calls the setting ``what``, if it is missing.
+    ``what``: the setting or option with this path, for the message.
     """
     try:
         folder = Path(text).expanduser()
