@@ -160,7 +160,8 @@ def plain_yaml(text: str) -> Any:
 def check_flat(text: str, loader: Any) -> None:
     """Raise :class:`yaml.YAMLError` for YAML that could crash a loader written in C.
 
-    Such YAML is nested too deeply, has too many values, or contains aliases, which Parallax never writes.
+    Such YAML is nested too deeply, has too many values, or contains aliases, which Parallax never writes. ``loader``:
+    the YAML loader class that parses ``text`` for this check.
     """
     depth = 0
     for count, event in enumerate(yaml.parse(text, Loader=loader)):
@@ -180,7 +181,8 @@ def check_flat(text: str, loader: Any) -> None:
 def _size(tree: Any, known: dict[int, int]) -> int:
     """Return the number of values in ``tree``.
 
-    The values behind an alias count at each use of the alias. An alias that contains itself counts as zero.
+    The values behind an alias count at each use of the alias. An alias that contains itself counts as zero. ``known``:
+    {id of a list or dictionary: number of values}, which this function extends.
     """
     if not isinstance(tree, dict | list):
         return 1

@@ -75,7 +75,7 @@ def handled_signals() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def ending_at_interrupt() -> Iterator[None]:
-    """A context for imports, in which Ctrl-C prints its message and ends the process at once.
+    """A context for imports, in which Ctrl-C ends the process at once, with the usual message and exit code.
 
     Raising an exception in the middle of an import instead may leave a module incomplete, or another exception may
     replace it. During imports nothing needs to be saved yet.
@@ -184,9 +184,9 @@ _early = _EarlyHandler()
 
 
 def early_request() -> int:
-    """Return the first signal stored since :func:`install_early_handlers`, or 0.
+    """Return the number of the first signal stored since :func:`install_early_handlers`, or 0.
 
-    Signals are not stored any more afterwards.
+    After this call, signals are not stored any more.
     """
     return _early.take_first()
 

@@ -226,7 +226,10 @@ def refuse(subject: str, why: str) -> NoReturn:
 
 
 def unknown(subject: str, accepted: str, hint: str) -> NoReturn:
-    """Raise :class:`UnknownKeyError` for the key ``subject``, with an escaped message of one line."""
+    """Raise :class:`UnknownKeyError` for the key ``subject``, with an escaped message of one line.
+
+    ``accepted``: a text with the keys that exist. ``hint``: a text that names the most similar key; it may be empty.
+    """
     raise UnknownKeyError.of(_shortened(subject), accepted, hint)
 
 
