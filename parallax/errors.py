@@ -76,7 +76,8 @@ class UnknownKeyError(ConfigError):
     def of(cls, subject: str, accepted: str, hint: str) -> UnknownKeyError:
         """Return the error for the unknown key ``subject``.
 
-        ``accepted``: the keys that exist. ``hint``: the most similar one.
+        ``accepted``: a text with the keys that exist. ``hint``: a text that names the most similar key; it may be
+        empty.
         """
         error = cls(printable(f"{subject}: unknown key; {accepted}{hint}"))
         error.accepted = printable(accepted)
@@ -160,7 +161,10 @@ class AbsentError(TransportError):
 
 
 class CallbackError(ParallaxError):
-    """A user's callback raised an exception, which is the ``__cause__`` of this error."""
+    """A user's callback raised an exception, which is the ``__cause__`` of this error.
+
+    ``may_pass``: the cause is a fault of a machine, so another attempt may succeed.
+    """
 
     traced = True
 
