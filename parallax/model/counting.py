@@ -272,7 +272,8 @@ class _CrossEntropyRule:
     loss: AnyLoss
 
     def row_weight(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
-        """Return the number of rows times the fraction of their targets that the loss counts.
+        """See :class:`_CountingRule`. Return the number of rows times the fraction of their targets that the loss
+        counts.
 
         The loss is called with placeholders for the outputs: meta tensors, or expanded zeros if the loss needs values.
         """
@@ -306,7 +307,7 @@ class _LabelRule:
     shifted: bool
 
     def row_weight(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
-        """Return the number of rows times the fraction of their labels that count."""
+        """See :class:`_CountingRule`. Return the number of rows times the fraction of their labels that count."""
         del results, few
         labels = list(tensors_in(batch.inputs(low, high)))[self.place]
         kept = (labels[..., 1:] if self.shifted else labels) >= 0
@@ -349,7 +350,8 @@ def _label_rule(value: Tensor, results: Any, inputs: Any) -> tuple[_LabelRule | 
 def _mean(scores: Tensor, labels: Tensor, shifted: bool) -> float | None:
     """Return the mean cross-entropy of ``scores`` and ``labels``, or None if no label counts.
 
-    It is computed row by row, because computing all rows at once would need as much memory as the scores again.
+    ``shifted``: each score predicts the next label. The mean is computed row by row, because computing all rows at once
+    would need as much memory as the scores again.
     """
     total, counted = 0.0, 0
     with torch.no_grad():

@@ -276,7 +276,10 @@ def _partition(
     *,
     task: PlanTask = PlanTask.TRAINING,
 ) -> Partition:
-    """Return the partition of the model into blocks, up to the output of ``layer`` if it is not empty."""
+    """Return the partition of the model of ``deferred`` into blocks, up to the output of ``layer`` if it is not empty.
+
+    The other arguments are those of :func:`describe`.
+    """
     model = deferred.model
     names = {id(module): name for name, module in model.named_modules()}
     modules = _named_blocks(model, blocks) if blocks else _own_blocks(model)

@@ -57,8 +57,9 @@ def layer_named(model: nn.Module, layer: str) -> str:
 
 
 def check_called(layer: str, count: int) -> None:
-    """Raise :class:`ConfigError` unless a forward has called the module ``layer`` exactly once, so that it has one
-    output.
+    """Raise :class:`ConfigError` unless ``count`` is 1, because the module ``layer`` must have one output.
+
+    ``count``: how often a forward has called the module.
     """
     if count != 1:
         how_often = f"a forward calls it {count} times" if count else "no forward calls it"

@@ -302,7 +302,10 @@ class TorchLoss:
 
 
 def _length(key: str, values: Any) -> int:
-    """Return the length of the list ``values``. Raises :class:`ConfigError` if ``values`` is not a list of numbers."""
+    """Return the length of the list ``values``, which is the option ``key`` of a loss.
+
+    Raises :class:`ConfigError` if ``values`` is not a list of numbers.
+    """
     plain = isinstance(values, list) and all(
         isinstance(each, int | float) and not isinstance(each, bool) for each in values
     )

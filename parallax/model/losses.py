@@ -103,9 +103,10 @@ def _first(found: Any) -> Any:
 
 
 def _check_one_loss(returned: Any) -> None:
-    """Raise :class:`DescribeError` for a tuple of several losses that a training loop would minimise separately.
+    """Raise :class:`DescribeError` if ``returned`` is a tuple of several losses that would be minimised separately.
 
-    Accepted are further numbers that are parts of the first loss or are computed from it.
+    The first member of the tuple is the loss. Other members are accepted if they are parts of the first or are computed
+    from it.
     """
     first, *others = returned if isinstance(returned, tuple | list) else (returned,)
     for other in others:

@@ -165,7 +165,10 @@ def _of_leaf(tensor: Tensor) -> bool:
 
 
 class SavedBytes:
-    """Counts the bytes that autograd saves for backward. Each storage counts once."""
+    """Counts the bytes that autograd saves for backward. Each storage counts once.
+
+    The arguments are those of :class:`Selector`, which decides whether bytes are offloadable.
+    """
 
     def __init__(
         self, held: Sequence[Tensor], minimum_bytes: int, *, plain: type[Tensor] = Tensor

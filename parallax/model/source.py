@@ -59,7 +59,8 @@ class ModelConfig(Registered):
         """Raise :class:`~parallax.errors.ConfigError` if only the model's sizes are known: then it cannot be built."""
 
     def work(self, precision: str = "bf16") -> ModelWork | None:  # noqa: ARG002
-        """Return the operations and bytes of the model, computed from its sizes.
+        """Return the operations and bytes of the model in the number format ``precision``, computed from the model's
+        sizes.
 
         None if they must be counted by running the model's operators.
         """

@@ -72,9 +72,11 @@ class WeightGradStore:
         return result
 
     def defer(self, product: _Product, x: Tensor, gradient: Tensor) -> None:
-        """Store the operands of a weight gradient. Operands in the memory of an offloaded parameter are copied.
+        """Store the operands of a weight gradient: ``x``, the input of ``product``, and ``gradient``, that of its
+        output.
 
-        No-op while a forward runs: a derivative that is computed inside a forward is with respect to inputs.
+        Operands in the memory of an offloaded parameter are copied. No-op while a forward runs: a derivative that is
+        computed inside a forward is with respect to inputs.
         """
         if not self._forward:
             x, gradient = (t.clone() if self._is_offloaded(t) else t for t in (x, gradient))

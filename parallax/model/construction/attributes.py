@@ -57,7 +57,10 @@ def _inside(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Tensor
 
 
 def _functions(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield ``value`` if it is a function, or the functions inside a container. Other objects are not searched."""
+    """Yield ``value`` if it is a function, or the functions inside a container. Other objects are not searched.
+
+    ``seen``: ids of the containers that were searched before; they are not searched again.
+    """
     if isinstance(value, types.FunctionType):
         yield value
     elif isinstance(value, Mapping | list | tuple | set | functools.partial):
@@ -66,7 +69,10 @@ def _functions(value: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def _parts(value: Any, seen: set[int]) -> list[tuple[Any, Any]]:
-    """Return the (key, value) pairs of a container or an object; empty if ``seen`` shows that it was visited before."""
+    """Return the (key, value) pairs of a container or an object.
+
+    ``seen``: ids of the objects that were visited before. For such an object the list is empty; ``value`` is added.
+    """
     if isinstance(value, (*_ATOMS, *_FUNCTIONS, nn.Module, Tensor)) or id(value) in seen:
         return []
     seen.add(id(value))

@@ -340,7 +340,7 @@ def cleared_caches(log: OperationLog) -> Iterator[None]:
 
 
 def fill_outside_tensors(log: OperationLog, replay: Replay, own: Collection[int]) -> None:
-    """Give real values to the tensors of ``log`` that exist outside the model.
+    """Give real values to the tensors of ``log`` that exist outside the model. ``replay`` computes these values.
 
     ``own`` are the ids of the model's tensors, which stay on the meta device.
     """

@@ -53,7 +53,10 @@ class Cell:
 
 
 class View(NamedTuple):
-    """A tensor described as a view of a storage. Strides and offset are in elements."""
+    """A tensor described as a view of the storage of ``cell``. Strides and offset are in elements.
+
+    ``conjugated`` and ``negated``: the tensor's values are the conjugates, or the negatives, of the stored numbers.
+    """
 
     cell: Cell
     dtype: torch.dtype

@@ -160,7 +160,8 @@ class CheckpointWeights:
     ) -> None:
         """Raise :class:`CheckpointError` if a dtype in the files cannot be converted, or a tensor is quantized.
 
-        ``extra``: the tensors that the model does not use. A tensor is quantized if its scale is among them.
+        ``wanted``: the model's tensors by name. ``aliases``: {name: other names of the same tensor}. ``extra``: names
+        of tensors in the files that the model does not use. A tensor is quantized if its scale is among them.
         """
         for name, tensor in wanted.items():
             if (found := self.find(name, aliases)) is None:
@@ -178,8 +179,9 @@ class CheckpointWeights:
                     )
 
     def check_ties(self, aliases: Mapping[str, Iterable[str]]) -> None:
-        """Raise :class:`CheckpointError` if the files hold different values for the several names of a tensor of the
-        model.
+        """Raise :class:`CheckpointError` if the files hold different values under the several names of one tensor.
+
+        ``aliases``: {name in the model: other names of the same tensor in the model}.
         """
         for name, others in aliases.items():
             first, *more = [each for each in (name, *others) if each in self._recipes] or [name]

@@ -55,7 +55,10 @@ _NAMES = 8  # names of modules in an error
 
 
 class AdaptableModelConfig(ModelConfig):
-    """Base class for the settings of a model that may have files of initial weights, and adapters to train."""
+    """Base class for the settings of a model that may have files of initial weights, and adapters to train.
+
+    ``adapter``: the settings of the adapters, with peft's own keys; empty: no adapters.
+    """
 
     adapter: dict[str, Any]
 

@@ -43,7 +43,10 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class BatchNorms:
-    """Handles the BatchNorm modules of a rank's blocks. ``mode`` is one of :data:`BATCHNORM`."""
+    """Handles the BatchNorm modules of a rank's blocks. ``mode`` is one of :data:`BATCHNORM`.
+
+    ``mesh``: the process groups of the rank; None: there are no replicas.
+    """
 
     def __init__(self, mode: str = "replica", mesh: Mesh | None = None) -> None:
         self._mode = mode

@@ -145,7 +145,10 @@ def disturbance(wall: float, waited: float, references: Sequence[float]) -> floa
 
 
 class NoiseMeter:
-    """Adds up wall time and waits of timed parts, and times a fixed matrix product before each part."""
+    """Adds up wall time and waits of timed parts, and times a fixed matrix product before each part.
+
+    ``clock``: measures the waits and the products. ``wall()`` returns the wall time in seconds.
+    """
 
     def __init__(
         self,

@@ -54,11 +54,12 @@ def count(
     name: str = "model",
     progress: Callable[[str], None] = lambda text: None,
 ) -> ModelWork:
-    """Return the work of ``chain``.
+    """Return the work of ``chain``, with ``name`` as the model's name.
 
     ``sample(n)`` returns inputs and targets of n rows, of which only shapes and dtypes are used. ``precision``
-    determines the bytes of AdamW's states. The loss is counted with the last block. If the loss is computed over the
-    whole batch, it is counted separately, on ``gathered`` rows.
+    determines the bytes of AdamW's states. Saved tensors of less than ``minimum_bytes`` count as not offloadable. The
+    loss is counted with the last block. If the loss is computed over the whole batch, it is counted separately, on
+    ``gathered`` rows; 0: it is not.
 
     Raises :class:`DescribeError` if a block does not accept the outputs of the one before it, or reads values, which
     fake tensors lack.
@@ -152,7 +153,10 @@ PRODUCTS = ("linear", "addmm", "matmul", "mm", "__matmul__", "conv1d", "conv2d",
 
 
 class _Counter:
-    """Counts the work of the blocks of a chain in order. Blocks of equal cost are counted once."""
+    """Counts the work of the blocks of a chain in order. Blocks of equal cost are counted once.
+
+    ``with_loss``: the loss is counted with the last block. The other arguments are those of :func:`count`.
+    """
 
     def __init__(
         self,

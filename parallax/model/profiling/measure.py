@@ -218,7 +218,10 @@ def _freeing_slowdown(device: torch.device, blocks: Sequence[_Measured]) -> floa
 
 
 class _Bench:
-    """Measures the blocks of a chain in order. Blocks of equal cost are measured once."""
+    """Measures the blocks of a chain in order. Blocks of equal cost are measured once.
+
+    ``with_loss``: the loss is measured with the last block. The other arguments are those of :func:`measure`.
+    """
 
     def __init__(
         self,

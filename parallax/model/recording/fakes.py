@@ -44,7 +44,7 @@ _PLAIN = bool, int, float, complex, str, bytes, type(None)
 
 @dataclass
 class FakeModel:
-    """``model`` with fake tensors in place of its own tensors.
+    """``model`` with fake tensors in place of its own tensors. ``mode`` creates the fake tensors.
 
     ``names`` maps the id of a fake tensor to its name in the model. ``shared`` are ids of fake tensors that have
     several names. ``bare`` maps the id of a fake tensor to the meta tensor that it replaces. ``value_of(tensor)``

@@ -29,9 +29,10 @@ SizeChange = Mapping[int | tuple[int, int], int]
 
 @dataclass(frozen=True)
 class SampleShapes:
-    """The structure of a model's inputs, and the dtype, shape and row dimension of each input tensor.
+    """The shapes of a model's inputs.
 
-    The row dimension is None for a tensor without rows.
+    ``nest``: inputs of two rows, for their structure. ``shapes``: (dtype, shape, row dimension) of each tensor in
+    ``nest``. The row dimension is None for a tensor without rows.
     """
 
     nest: Any
@@ -109,7 +110,11 @@ class SampleShapes:
 
 
 class SampleValues:
-    """The values of a sample's tensors for any number of rows. If the sample has too few rows, they are repeated."""
+    """The values of a sample's tensors for any number of rows.
+
+    ``rows``: the number of rows that are taken from ``sample``. They are repeated if more are requested. ``shapes``:
+    the shapes of the sample.
+    """
 
     def __init__(self, sample: Sample, shapes: SampleShapes, rows: int) -> None:
         self._sample, self._shapes, self._rows = sample, shapes, rows

@@ -62,8 +62,9 @@ class Switch(Slot):
 class ForwardStep:
     """One call in the program.
 
-    ``module``: the module that is called; None if it is a function. ``heavy``: the step calls a module with parameters
-    or buffers, or is a product with a parameter. Each block has at least one heavy step.
+    ``position``: the index of the step in the program. ``module``: the module that is called; None if it is a function.
+    ``heavy``: the step calls a module with parameters or buffers, or is a product with a parameter. Each block has at
+    least one heavy step. The other fields are those of :class:`Instruction`.
     """
 
     position: int
@@ -92,6 +93,8 @@ class ForwardStep:
 class ForwardTensor:
     """A tensor of the program.
 
+    ``index``   the number of the tensor in the program
+    ``traced``  the tensor in the trace of the first run
     ``shapes``  the tensor's shape in every run
     ``rows``    the dimension that the micro-batch's rows are in; -1: the tensor has no rows; None: its values depend on
                 the rows in another way
@@ -119,9 +122,9 @@ class ForwardTensor:
 class ForwardProgram:
     """The program of all runs: steps in order, all tensors, and the return value with a slot for each tensor.
 
-    ``evaluates``: the program is that of evaluation. ``trains``: it is that of training. Usually both are True.
-    ``packs``: see :class:`ForwardTrace`. ``other_mode``: {mode: paths of modules that are not in this mode after
-    ``train(mode)``}.
+    ``inputs``: the numbers of the input tensors. ``evaluates``: the program is that of evaluation. ``trains``: it is
+    that of training. Usually both are True. ``dropped`` and ``packs``: see :class:`ForwardTrace`. ``other_mode``:
+    {mode: paths of modules that are not in this mode after ``train(mode)``}.
     """
 
     steps: list[ForwardStep]
@@ -390,8 +393,8 @@ def _rows(
 ) -> int | None:
     """Return the row dimension of a tensor; -1 if it has no rows; None if it depends on the rows in another way.
 
-    The row dimension is the only dimension whose size equals the number of rows in every run. No other size may change
-    with the number of rows.
+    ``shapes``: the tensor's shape in each run. ``rows``: the number of rows of each run. The row dimension is the only
+    dimension whose size equals the number of rows in every run. No other size may change with the number of rows.
     """
     if len({len(shape) for shape in shapes}) > 1:
         return None

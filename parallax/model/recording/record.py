@@ -226,7 +226,8 @@ class _ForwardRuns:
     """Runs a model on fake tensors until all runs have a common program.
 
     ``vary``: also run with other input sizes than the sample's. Otherwise all sizes except the number of rows are
-    fixed.
+    fixed. ``layer`` and ``task``: see :func:`trace_and_partition`. The argument ``traced`` of methods has the paths of
+    the modules that are traced inside.
     """
 
     def __init__(
@@ -362,7 +363,8 @@ class _ForwardRuns:
     ) -> ForwardTrace:
         """Return the trace of one forward over ``rows`` rows, and restore the model's attributes.
 
-        ``change`` maps input sizes to the sizes to use in their place.
+        ``change`` maps input sizes to the sizes to use in their place. ``training``: the model's mode; None: training
+        mode, unless the model is recorded for evaluation only.
         """
         training = self._trains if training is None else training
         before = AttributeChange(self._model)

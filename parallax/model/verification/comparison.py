@@ -56,7 +56,7 @@ class _Setting:
 
 @dataclass(frozen=True)
 class _Ran:
-    """The results of one run of the model or of the chain."""
+    """The results of one run of the model or of the chain, each as {name: tensor}."""
 
     outputs: dict[str, Tensor]
     loss: dict[str, Tensor]
@@ -88,7 +88,7 @@ def has_own_forward(chain: Chain) -> bool:
 def compare_with_own_forward(
     chain: Chain, loss: Loss, batch: SampleRows, counts: Sequence[int]
 ) -> str:
-    """Compare chain and model for each number of rows in ``counts``.
+    """Compare chain and model on the first rows of ``batch``, for each number of rows in ``counts``.
 
     Return a text on what could not be compared, or ''. Raises :class:`DescribeError` if the chain computes other values
     than the model, and :class:`CannotRun` if the model cannot run on these rows.

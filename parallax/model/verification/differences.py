@@ -27,7 +27,8 @@ def first_difference(
 ) -> tuple[str, str] | None:
     """Return (name, text on the difference) of the first tensor that differs; None if all agree.
 
-    ``part`` is the tolerance relative to the largest number in a tensor.
+    ``expected`` and ``found``: the tensors of the two computations by name. ``part`` is the tolerance relative to the
+    largest number in a tensor.
     """
     largest = max((_largest(tensor) for tensor in expected.values()), default=0.0)
     for name, tensor in expected.items():

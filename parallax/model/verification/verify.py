@@ -124,7 +124,7 @@ _LIBRARIES = ("torch", "transformers", "timm", "peft")
 
 
 def _verdict_path(chain: Chain, loss: Loss, key: str) -> Path:
-    """Return the cache file for the verdict on ``chain``.
+    """Return the cache file for the verdict on ``chain``. ``key``: see :func:`verify`.
 
     The file's name contains a hash of the chain's fingerprint, which covers the recorded code, and of source files,
     which cover the rest of the user's code.
