@@ -37,9 +37,9 @@ _CLOSE_SECONDS = 5.0  # for the model to end its batches when the server closes
 class Queued:
     """A request in the queue.
 
-    ``answer``: a future that gets all outputs, or a :class:`RequestError`. If it is cancelled before the request's
-    batch starts, the request is not computed. ``kind``: the shapes of a row and the dtypes of the tensors. Only
-    requests of equal kind can share a batch.
+    ``arrived``: the monotonic time of its arrival in seconds. ``answer``: a future that gets all outputs, or a
+    :class:`RequestError`. If it is cancelled before the request's batch starts, the request is not computed. ``kind``:
+    the shapes of a row and the dtypes of the tensors. Only requests of equal kind can share a batch.
     """
 
     tensors: list[Tensor]

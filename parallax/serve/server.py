@@ -92,7 +92,8 @@ class _HttpServer(uvicorn.Server):
     """A server that ends gracefully when requested: it refuses new requests, and ends when all accepted ones are
     answered.
 
-    A second signal ends the server at once.
+    The end is requested by a signal, or when ``end_requested()`` returns true. A second signal ends the server at once.
+    ``started()`` is called when the server listens.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class _HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """A context in which signals, and ``end_requested``, end the server gracefully."""
+        """A context in which a signal, or a true result of ``end_requested()``, ends the server gracefully."""
         self._tasks.add(asyncio.ensure_future(self._until_requested()))
         if threading.current_thread() is not threading.main_thread():
             yield
