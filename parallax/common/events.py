@@ -26,8 +26,9 @@ COMPUTES = ("forward", "backward", "backward_weight")  # kinds of spans that com
 class Span(NamedTuple):
     """One action of one rank, with times in seconds.
 
-    ``wait`` is the part of the duration for which the rank was blocked. ``read`` is the part of ``wait`` in which the
-    rank read rows.
+    ``kind``: the action's kind, such as forward. ``micro``: the index of the micro-batch. ``start`` and ``end``: on the
+    monotonic clock of the rank's host. ``wait`` is the part of the duration for which the rank was blocked. ``read`` is
+    the part of ``wait`` in which the rank read rows.
     """
 
     rank: int
@@ -109,16 +110,17 @@ def span_of(data: Any) -> Span:
 
 
 def busy_seconds(spans: Iterable[Span]) -> float:
-    """Return the total seconds that these actions spent computing: their durations, without waits for swapped data and
-    rows.
+    """Return the total seconds for which the actions ``spans`` computed: their durations without their waits.
+
+    Actions that do not compute, such as transfers, count as 0.
     """
     return sum(s.end - s.start - s.wait for s in spans if s.kind in COMPUTES)
 
 
 def busy_by_rank(spans: Iterable[Span]) -> dict[int, float]:
-    """Return {rank: seconds per step that the rank computed, without waits}.
+    """Return {rank: seconds per step for which the rank computed, without waits}.
 
-    The seconds are the median over the steps.
+    The seconds of a rank are the median over the steps in ``spans``.
     """
     found: defaultdict[int, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
     for span in spans:

@@ -245,7 +245,7 @@ def interrupt(number: int, frame: FrameType | None = None) -> None:
 
 
 class _KeptHandler:
-    """A signal handler that postpones the first Ctrl-C and handles a second one immediately."""
+    """A signal handler that postpones the first Ctrl-C, and calls the handler ``before`` at once for a second one."""
 
     def __init__(self, before: Handler) -> None:
         self.before, self.requests = before, Requests()

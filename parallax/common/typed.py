@@ -206,7 +206,10 @@ def _plain(value: Any) -> Any:
 
 
 def _accepted(hint: Any, default: Any) -> str:
-    """Return a text that lists the values accepted by ``hint``."""
+    """Return a text that lists the values accepted by the annotation ``hint``.
+
+    ``default``: the field's default value, which is the example in the text if it is text or a tuple.
+    """
     accepted = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
     if len(kinds := members(hint)) > 1:
         example = f" such as {default}" if isinstance(default, str) else ""
