@@ -19,7 +19,8 @@ from parallax.swap.lms.scope import Swapping, swap
 class Training:
     """Opens a swap scope (:func:`parallax.swap`) when a training starts, and closes the scope when the training ends.
 
-    ``swapping``: the latest scope. Its ``report()`` describes what was offloaded.
+    ``limit`` and ``options`` are passed to :func:`parallax.swap`. ``swapping``: the latest scope. Its ``report()``
+    describes what was offloaded.
     """
 
     def __init__(self, limit: int | str, options: dict[str, Any]) -> None:
