@@ -99,7 +99,7 @@ class Counting:
         """Return the model's outputs and the corresponding targets.
 
         If the model computes its loss from labels among its ``inputs()``, return its scores and these labels instead.
-        They are shifted by one if each score predicts the next label.
+        If each score predicts the next label, the last score and the first label of each row are left out.
         """
         if not isinstance(self._rule, _LabelRule):
             return results, targets
@@ -145,10 +145,10 @@ class RowMeanCheck:
         self._loss, self._seen = loss, False
 
     def difference(self, results: Any, few: int, targets: Any) -> str:
-        """Return a text on how the loss of two rows differs from the mean of their separate losses.
+        """Return a text on how the loss of two rows differs from the mean of the losses of these rows alone.
 
-        The text is empty if these are equal, or cannot be compared. ``results`` are the outputs of ``few`` rows, and
-        ``targets`` the targets of these rows or of others.
+        The text is empty if loss and mean are equal, or cannot be compared. ``results`` are the outputs of ``few``
+        rows, and ``targets`` the targets of these rows or of others.
         """
         rows = None if self._seen else _masked_unevenly(targets)
         elements = sum(each.numel() for each in tensors_in(results))
@@ -314,7 +314,7 @@ class _LabelRule:
         return (high - low) * float(kept.sum()) / labels.numel()
 
     def scored(self, results: Any, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the scores and the corresponding labels."""
+        """Return the scores among ``results``, the model's outputs, and the labels of these scores."""
         labels = inputs[self.place]
         scores = next(
             each

@@ -300,8 +300,9 @@ class OperatorRecorder(OperatorMode):
 def _fills(kind: Operator, args: Any, kwargs: dict[str, Any]) -> bool:
     """Return whether the operator fills its first argument with random values, and all its other arguments are numbers.
 
-    Such an operator returns its first argument, so it need not run on the meta device. There torch implements it in
-    Python, and imports its compiler. The caller runs the operator on an empty tensor instead, which checks the numbers.
+    Such an operator returns its first argument, so it need not run on the meta device. On that device, torch implements
+    the operator in Python, and imports its compiler for this. The caller runs the operator on an empty tensor instead,
+    which checks the numbers.
     """
     return (
         kind.draws
@@ -355,16 +356,16 @@ _ALSO_WRITTEN = {"native_batch_norm": ("running_mean", "running_var")}
 class Operator:
     """The properties of an operator.
 
-    ``names``             names of its arguments
-    ``written``           names of the arguments that it writes
-    ``overwrites``        it does not read the arguments that it writes
-    ``changes_metadata``  it changes only how a tensor views its memory
-    ``draws``             it draws random numbers
-    ``returns_values``    it returns plain values instead of tensors
-    ``only_allocates``    it returns uninitialized memory
-    ``data_dependent``    its output sizes depend on values
-    ``takes_device``      it has a device argument
-    ``copies_to_device``  it copies its input to the device in that argument
+    ``names``             names of the operator's arguments
+    ``written``           names of the arguments that the operator writes in place
+    ``overwrites``        the operator does not read the arguments that it writes
+    ``changes_metadata``  the operator changes only how a tensor views its memory
+    ``draws``             the operator draws random numbers
+    ``returns_values``    the operator returns plain values instead of tensors
+    ``only_allocates``    the operator returns uninitialized memory
+    ``data_dependent``    the sizes of the results depend on values
+    ``takes_device``      the operator has a device argument
+    ``copies_to_device``  the operator copies its input to the device in that argument
     """
 
     names: tuple[str, ...]

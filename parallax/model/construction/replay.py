@@ -141,7 +141,8 @@ class _Memory:
     def put(self, view: View, made: Tensor) -> None:
         """Store ``made``, the first tensor that is written to the storage of ``view``.
 
-        If its layout equals that of ``view``, its memory becomes the storage; otherwise it is copied.
+        If ``made`` has the layout of ``view``, the memory of ``made`` becomes the storage; otherwise the values are
+        copied.
         """
         storage = made.untyped_storage()
         known = any(storage is held for held in self._held.values())

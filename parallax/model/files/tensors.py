@@ -53,8 +53,9 @@ FORMAT_NAMES = {dtype: name for name, dtype in NUMBER_FORMATS.items()}
 class Recipe:
     """A computation of some tensors from others, between files and a model in either direction.
 
-    ``sources``: the names of the tensors that it needs. ``make(read)`` returns {name: tensor}; ``read`` returns a
-    source tensor by its name. It also runs on meta tensors, to find names, shapes and dtypes.
+    ``sources``: the names of the tensors from which the others are computed. ``make(read)`` returns {name: tensor};
+    ``read`` returns a source tensor by its name. If ``read`` returns meta tensors, so does ``make``, which shows names,
+    shapes and dtypes.
     """
 
     sources: tuple[str, ...]

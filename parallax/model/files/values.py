@@ -44,10 +44,10 @@ def read_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_kind(name: str, found: torch.dtype, wanted: torch.dtype) -> None:
-    """Raise :class:`CheckpointError` if a tensor's dtype in a file, ``found``, cannot be converted to the model's,
-    ``wanted``.
+    """Raise :class:`CheckpointError` if a tensor in a file cannot be converted to the dtype that it has in the model.
 
-    This is the case if only one of them is floating-point, complex or integer, or if ``found`` is a packed dtype.
+    ``found`` is the dtype in the file, and ``wanted`` that in the model. Both must be floating-point, both complex, or
+    both integer. A packed dtype in a file cannot be converted. ``name``: the tensor's name, for the message.
     """
     if _kind(found) != (kind := _kind(wanted)):
         raise CheckpointError(

@@ -52,8 +52,8 @@ class ChangingBuffers:
     """Tracks the buffers of one block that its forwards change.
 
     ``leave_out``: modules whose buffers are handled elsewhere. ``is_offloaded(tensor)`` returns whether a tensor is an
-    offloaded parameter. ``compiled``: the block is compiled, so its operators cannot be intercepted. In its first
-    forward, all buffers are copied before and compared afterwards instead.
+    offloaded parameter. ``compiled``: the block is compiled, so its operators cannot be intercepted. Instead, all
+    buffers are copied before the block's first forward, and compared with the copies afterwards.
     """
 
     def __init__(

@@ -137,7 +137,7 @@ class BatchNorms:
     def _participants_of(self, rows: int) -> _Participants:
         """Return the replicas that have rows in a micro-batch of ``rows`` rows.
 
-        All these replicas must call this, because it may create a process group.
+        All these replicas must call this method, because the call may create a process group.
         """
         mesh = self._mesh
         if self._mode != "sync" or mesh is None:

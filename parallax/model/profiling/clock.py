@@ -133,8 +133,8 @@ def disturbance(wall: float, waited: float, references: Sequence[float]) -> floa
     """Return the factor, at least 1, by which timed work was slower than on an idle machine.
 
     It is the larger of two ratios: ``wall`` / (``wall`` − ``waited``), and median / minimum of ``references``.
-    ``wall``: the seconds of the work. ``waited``: the seconds of these without a core. ``references``: seconds of a
-    fixed matrix product.
+    ``wall``: the seconds of the work. ``waited``: the part of ``wall`` for which the work waited for a core.
+    ``references``: seconds of a fixed matrix product. The factor is 1 if ``wall`` is too short to judge.
     """
     if wall < LEAST_SECONDS:
         return 1.0

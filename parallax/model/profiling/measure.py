@@ -109,17 +109,17 @@ def measure(
     gathered: int = 0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> ModelProfile:
-    """Return the profile of ``chain``.
+    """Return the profile of ``chain``, with ``name`` as the model's name.
 
     ``sample(n)`` returns inputs and targets of n rows, and ``rows`` lists candidates for n. The three smallest are
     always measured. Larger ones are measured as long as the blocks take little time, or hardly more than for fewer
     rows. Costs for other numbers of rows are interpolated, or extrapolated linearly.
 
-    The loss is measured with the last block. If the loss is computed over the whole batch, it is measured separately,
-    on ``gathered`` rows, because its cost may be non-linear (that of all pairs of rows grows quadratically).
-    ``offloader`` offloads as in a run; None: the run does not offload. If a cached profile was measured on a busy
-    machine, it is measured again. Raises :class:`DescribeError` if a block does not accept the outputs of the one
-    before it.
+    Saved tensors of less than ``minimum_bytes`` count as not offloadable. The loss is measured with the last block. If
+    the loss is computed over the whole batch, it is measured separately, on ``gathered`` rows, because its cost may be
+    non-linear (that of all pairs of rows grows quadratically); 0: it is not. ``offloader`` offloads as in a run; None:
+    the run does not offload. If a cached profile was measured on a busy machine, it is measured again. Raises
+    :class:`DescribeError` if a block does not accept the outputs of the one before it.
     """
     how: dict[str, Any] = {"precision": precision, "offloader": offloader}
     how |= {"minimum_bytes": minimum_bytes, "gathered": gathered}

@@ -44,7 +44,8 @@ _LOOSER = 10.0  # looser than for equal rows, because other shapes select other 
 class _Summed:
     """The loss and the gradients of a step over all its parts.
 
-    ``results``: the model's return value for the last part. ``drew``: random numbers were drawn.
+    ``results``: the model's return value for the last part, or for all rows if the outputs were gathered. ``drew``:
+    random numbers were drawn.
     """
 
     loss: Tensor
@@ -190,6 +191,8 @@ class _Parts:
     def _weighted_loss(self, results: Any, low: int, high: int, rows: int) -> Tensor:
         """Return the contribution of rows [low, high) to the loss of a step over ``rows`` rows: their loss times their
         weight.
+
+        ``results``: the model's outputs for rows [low, high).
         """
         targets = self._batch.targets(low, high)
         value = self._counting.value(results, targets, lambda: self._batch.inputs(low, high))

@@ -177,7 +177,7 @@ class SegmentWriter:
         )
 
     def _held_names(self, paths: Iterable[str]) -> Iterator[str]:
-        """Yield the names inside the segment of the modules ``paths``, except those that the segment does not hold."""
+        """Yield the name inside the segment of each module in ``paths`` that the segment holds."""
         for path in sorted(paths):
             for name, owner in self._modules.items():
                 if path == owner or path.startswith(f"{owner}."):
@@ -402,9 +402,10 @@ def expression(values: tuple[Any, ...], known: Mapping[Sizes, str]) -> str | Non
 
 
 def _forms(values: tuple[Any, ...], size: Sizes, name: str) -> Iterator[str]:
-    """Yield expressions of one known size that compute ``values``, simplest first.
+    """Yield expressions that compute one size from another, simplest first.
 
-    ``size``: the known size in each run. ``name``: the code of this size.
+    ``values``: the size to compute, in each run. ``size``: the other size, in each run. ``name``: the code of the other
+    size.
     """
     if values == size and all(type(value) is int for value in values):
         yield name
@@ -432,8 +433,8 @@ def _forms(values: tuple[Any, ...], size: Sizes, name: str) -> Iterator[str]:
 def _line(values: tuple[int, ...], size: Sizes, name: str) -> Iterator[str]:
     """Yield the expression "(name) * a + b", with integers a and b, if it gives ``values`` in all runs.
 
-    ``size``: the known size in each run. Nothing is yielded for fewer than three different sizes, because a line passes
-    through any two points.
+    The arguments are those of :func:`_forms`. Nothing is yielded if the runs have fewer than three different sizes,
+    because a line passes through any two points.
     """
     points = sorted(set(zip(size, values)))
     if len(points) < 3 or len({x for x, _ in points}) < len(points):
