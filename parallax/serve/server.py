@@ -152,7 +152,8 @@ class _HttpServer(uvicorn.Server):
 def _protocol(seconds: float) -> type[asyncio.Protocol]:
     """Return a subclass of uvicorn's HTTP protocol with a time limit for requests.
 
-    It closes a connection if the request line and headers do not arrive within ``seconds``; uvicorn waits for ever.
+    The subclass closes a connection if the request line and headers do not arrive within ``seconds``. uvicorn's own
+    protocol waits for ever.
     """
 
     class PromptProtocol(H11Protocol):

@@ -278,8 +278,7 @@ def _outputs(given: Any, model: ServedModel, *, binary: bool) -> list[tuple[int,
 def write_response(
     request: InferRequest, model: ServedModel, outputs: BatchOutputs
 ) -> tuple[bytes, int | None]:
-    """Return the body of the response, and the size of its JSON part in bytes if binary data follow that part, else
-    None.
+    """Return the body of the response, and the size of its JSON part in bytes, or None if the whole body is JSON.
 
     ``outputs`` has all outputs of the model; the body contains those that ``request`` asks for.
     """

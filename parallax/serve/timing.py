@@ -111,8 +111,8 @@ class _Metered(ServedModel):
 class Prepared(ServedModel):
     """A stand-in for a model whose weights are not loaded, to measure the HTTP thread's costs.
 
-    For each batch it reads ``weight_bytes`` bytes, but at most 256 MiB. A row has ``input_bytes`` of inputs and
-    ``output_bytes`` of outputs. A batch has at most ``rows`` rows.
+    For each batch, the stand-in reads ``weight_bytes`` bytes of memory, but at most 256 MiB. A row has ``input_bytes``
+    of inputs and ``output_bytes`` of outputs. A batch has at most ``rows`` rows.
     """
 
     name, version = "prepared", "1"
