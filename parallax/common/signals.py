@@ -260,9 +260,9 @@ class _KeptHandler:
 def uninterrupted() -> Iterator[None]:
     """A context that postpones Ctrl-C until its end, so that no data structure is left half updated.
 
-    A second Ctrl-C interrupts the block immediately. It is ignored within half a second of the first, because launchers
-    forward a signal right after the original. On other threads the context is a no-op, because Python handles signals
-    on the main thread only.
+    A second Ctrl-C interrupts the block immediately. But a second one within half a second of the first is ignored,
+    because launchers forward a signal right after the original. On other threads the context is a no-op, because Python
+    handles signals on the main thread only.
     """
     before = signal.getsignal(signal.SIGINT)
     main = threading.current_thread() is threading.main_thread()
