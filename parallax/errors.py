@@ -102,7 +102,7 @@ class PreflightError(UserError):
 
 
 class UnfitHostError(PreflightError):
-    """Some hosts have too little of a resource for the run, and others have enough. It is raised on every rank.
+    """Some hosts have too little of a resource for the run, and others have enough. Every rank raises this error.
 
     ``why``: {host identity: reason}.
     """
