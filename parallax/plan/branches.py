@@ -47,7 +47,9 @@ class BranchBound:
 def branch_bound(costs: Sequence[float], reads: Reads, rows: int, link: Link) -> BranchBound:
     """Return the seconds of a micro-batch of ``rows`` rows, with and without parallel branches.
 
-    ``costs`` has the seconds of forward and backward of each block. ``link`` carries tensors between branches.
+    ``costs`` has, for each block, the seconds of its forward and backward together. ``reads`` has, for each block, the
+    earlier blocks whose results it uses, with the bytes of each result for one row. ``link`` carries tensors between
+    branches.
     """
     free = Link(bytes_per_second=float("inf"))
     paths = (_longest(costs, reads, rows, each) for each in (free, link))

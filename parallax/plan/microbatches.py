@@ -27,12 +27,12 @@ def sizes(global_batch: int, microbatch: int | str) -> list[int]:
 
 
 def balanced_sizes(global_batch: int, replicas: int, step: int = 1) -> list[int]:
-    """Return the micro-batch sizes, in rows, that are worth trying with ``replicas`` replicas.
+    """Return the micro-batch sizes, in rows, that are worth trying with ``replicas`` replicas, largest first.
 
-    Each candidate follows from a number of rows per replica, from the even share of the batch down to one row. The
-    fewest micro-batches with at most that many rows per replica are rounded up to a multiple of ``step``. The candidate
-    is the smallest size that gives this number of micro-batches. After ``MOST_SIZES`` candidates, the rows per replica
-    shrink by the factor ``RATIO`` from one candidate to the next.
+    Each size is derived from a number of rows per replica. These numbers decrease from an even share of the batch down
+    to one row. A number of rows gives the fewest micro-batches in which no replica has more rows. This count is rounded
+    up to a multiple of ``step``, and the smallest size with that count is added to the result. After ``MOST_SIZES``
+    sizes, the rows per replica shrink at least by the factor ``RATIO`` from one size to the next.
     """
     found: list[int] = []
     rows = -(-global_batch // replicas)

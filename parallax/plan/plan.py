@@ -103,9 +103,14 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPrediction:
-    """The prediction for one rank: its peak bytes of device memory, its budget, its offloaded bytes, and its stalls.
+    """The prediction for one rank in one step.
 
-    ``returns_freed``: the peak is near the budget, so the allocator returns freed memory to the system at once.
+    ``peak_bytes``       peak of the device memory
+    ``budget_bytes``     the bytes that the rank may hold on its device
+    ``tier_peak_bytes``  peak of the bytes in the offload tier
+    ``offloaded_bytes``  bytes of activations written to the offload tier
+    ``stall_seconds``    seconds that the rank waits for swapped data
+    ``returns_freed``    the peak is near the budget, so the allocator returns freed memory to the system at once
     """
 
     peak_bytes: int
@@ -153,8 +158,8 @@ class StagePrediction:
 class Prediction:
     """The simulator's prediction for a plan.
 
-    ``ranks`` has one entry for each rank. ``stages`` has one entry for each pipeline rank, with its bytes and seconds
-    by kind.
+    ``bubble`` is the fraction of the step in which the pipeline is idle, from 0 to 1. ``ranks`` has one entry for each
+    rank. ``stages`` has one entry for each pipeline rank: its memory by kind of data, and its seconds by kind of work.
     """
 
     step_seconds: float
@@ -356,6 +361,8 @@ class Plan(Pipeline):
     """A pipeline with the planner's other decisions and the prediction. The constructor also accepts the name of a
     schedule.
 
+    ``model``          name of the model
+    ``fingerprint``    hash of the model, equal to that of the profile (:class:`~parallax.plan.profile.ModelProfile`)
     ``gather_loss``    the last stage gathers the outputs of all micro-batches and replicas and computes one loss of the
                        whole batch; otherwise each micro-batch of each replica has its own loss
     ``tier``           name of the offload tier (:mod:`parallax.plan.tier`)
@@ -364,6 +371,7 @@ class Plan(Pipeline):
     ``bound_seconds``  lower bound on the step of any plan; used if ``exact`` is false
     ``alternatives``   the runners-up
     ``spare_devices``  number of unused devices of the cluster; with them the step would not be shorter
+    ``version``        version of the plan's format; other versions are refused
     """
 
     model: str

@@ -58,7 +58,7 @@ class Affine:
         )
 
     def plus(self, other: Affine) -> Affine:
-        """Return the sum of two costs without floors."""
+        """Return the sum of both costs. The result has no floor."""
         rows = sorted({rows for cost in (self, other) for rows, _ in cost.points})
         return Affine(
             self.fixed + other.fixed,
@@ -73,7 +73,10 @@ class Affine:
 
     @classmethod
     def through(cls, first: tuple[int, float], second: tuple[int, float]) -> Affine:
-        """Return the line through two ``(rows, value)`` points, non-decreasing and non-negative at zero rows."""
+        """Return a line through two ``(rows, value)`` points that does not fall and is not negative at zero rows.
+
+        If no such line passes through both points, the result passes through ``second`` only.
+        """
         (x0, y0), (x1, y1) = first, second
         if x0 == x1:
             return cls(per_row=y1 / x1)
@@ -204,6 +207,7 @@ class Utilization:
 class ModelProfile:
     """The blocks of a model in order, the parameters they share, and the device and precision of the costs.
 
+    ``fingerprint``        hash of the model; models with equal hashes have equal blocks and equal costs
     ``ties``               for each trained parameter that several blocks use: its bytes and the indices of these
                            blocks. An entry with one block stands for parameters that cannot be offloaded for another
                            reason.

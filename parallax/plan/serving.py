@@ -81,8 +81,11 @@ class BatchTimes:
         return len(self.latency)
 
     def starts(self, rows: int) -> list[float]:
-        """Return, for each stage, the seconds from a batch's start until the stage can start it if the pipeline is
-        idle."""
+        """Return, for each stage, the seconds from the start of a batch of ``rows`` rows until this stage begins to
+        compute it.
+
+        All stages are assumed to be idle when the batch starts.
+        """
         *before, last = [stage[rows - 1] for stage in self.stages]
         spread = (self.latency[rows - 1] - last) / (sum(before) or 1.0)
         return np.cumsum([0.0, *(spread * each for each in before)]).tolist()
@@ -248,7 +251,10 @@ class _QueueRun:
     # ---- the HTTP thread
 
     def _http(self, now: float, what: int, request: int) -> None:
-        """Queue a request at the HTTP thread, to be read or answered."""
+        """Queue work for the HTTP thread: to read a request, or to write its answer.
+
+        ``what`` is the kind of work, one of the module's constants.
+        """
         self._work.append((what, request))
         if len(self._work) == 1:
             self._begin(now)

@@ -120,7 +120,7 @@ class CatalogClusterConfig:
 
         ``dtype``         the dtype of matrix products in which the speeds of different devices are compared
         ``tier``          the offload tier (a name, or auto)
-        ``weight_bytes``  bytes of one parameter
+        ``weight_bytes``  bytes of one parameter, from which the host optimizer's seconds per byte are computed
         ``trains``        whether the plans train; without backwards the allocator loses fewer bytes to gaps
         """
         check_tier("swap.tier", tier)

@@ -199,8 +199,8 @@ _SAYS = {"a100-40": _A100_SAYS, "a100-80": _A100_SAYS, "h100": _H100_SAYS}
 
 
 def describe_figures(kind: str) -> str:
-    """Return one sentence on the software that the default coefficients
-    of a kind of device assume, and on their error.
+    """Return one sentence about the default coefficients of a kind of device: the software that they assume, and how
+    large their error may be.
     """
     usual = (
         "typical of eager PyTorch, without torch.compile, and fitted to no published step of this device: they may be "
@@ -226,7 +226,10 @@ def default_efficiency(kind: DeviceKind) -> Efficiency:
 
 
 def price(work: ModelWork, kind: DeviceKind, efficiency: Efficiency | None = None) -> ModelProfile:
-    """Return the profile of a model on a kind of device, computed from the model's work without running anything."""
+    """Return the profile of a model on a kind of device, computed from the model's work without running anything.
+
+    Without ``efficiency``, the default coefficients of the kind of device are used.
+    """
     reached = efficiency or default_efficiency(kind)
     peak = kind.peak(work.dtype)
     rate = _Rate(
@@ -266,7 +269,7 @@ class _Rate:
     reached: Efficiency
 
     def seconds(self, *works: Work) -> Affine:
-        """Return the total seconds of several pieces of work that run one after another."""
+        """Return the total seconds of several pieces of work that run one after another, as a function of the rows."""
         kernels = sum(work.kernels for work in works)
         return Affine(
             fixed=kernels * self.reached.kernel_seconds
@@ -276,9 +279,10 @@ class _Rate:
         )
 
     def _busy(self, work: Work, part: str) -> float:
-        """Return the seconds for which ``work`` keeps the device busy, computing or moving bytes.
+        """Return one coefficient of the seconds for which ``work`` keeps the device computing or moving bytes.
 
-        ``part`` names the coefficient of each :class:`Affine` that is used: ``fixed`` or ``per_row``.
+        These seconds are affine in the rows. ``part`` names the coefficient: ``fixed`` for the seconds at zero rows, or
+        ``per_row`` for the seconds of each row.
         """
         flops, attention, operands, moved = (
             getattr(figure, part)
@@ -417,15 +421,17 @@ class _Fit:
         self.measured = np.log([observation.seconds for observation in observations])
 
     def at(self, point: Vector) -> Efficiency:
-        """Return the coefficients for ``point``, the logarithms of the fitted coefficients relative to their start
-        values."""
+        """Return the coefficients at ``point``.
+
+        ``point`` has, for each fitted coefficient, the logarithm of its ratio to its start value.
+        """
         values = np.minimum(np.exp(self.origin + point), self.most)
         return replace(
             self.start, **{name: float(value) for name, value in zip(self.names, values)}
         )
 
     def residuals(self, point: Vector) -> Vector:
-        """Return the errors of all observations in standard deviations."""
+        """Return, for each observation, the logarithm of predicted / measured seconds, in standard deviations."""
         efficiency = self.at(point)
         predicted = np.array([observation.predict(efficiency) for observation in self.observations])
         if not np.all((predicted > 0) & np.isfinite(predicted)):
@@ -455,7 +461,11 @@ class _Fit:
         return float(huber.sum() + (self.precision * point**2).sum())
 
     def solve(self) -> Efficiency:
-        """Return the best coefficients found by descents from all start points."""
+        """Return the best coefficients found by one descent from each start point.
+
+        The start points differ in ``launch_seconds`` only, by the factors :data:`LAUNCHES`. If that coefficient is not
+        fitted, there is one start point.
+        """
         launch = np.array([float(name == "launch_seconds") for name in self.names])
         starts = [
             math.log(multiple) * launch for multiple in (LAUNCHES if launch.any() else LAUNCHES[:1])

@@ -107,14 +107,18 @@ _TREE_AND_RING = (
 
 
 def collective_bytes(channels: int = CHANNELS) -> int:
-    """Return the device bytes of the buffers of one NCCL communicator for all-reduces, for all protocols."""
+    """Return the device bytes of the buffers of one NCCL communicator for all-reduces, for all protocols of NCCL.
+
+    NCCL divides a transfer among up to ``channels`` channels, each of which has buffers of its own.
+    """
     return channels * _TREE_AND_RING * (_SIMPLE + _LL + _LL128)
 
 
 def edge_bytes(channels: int = EDGE_CHANNELS) -> int:
     """Return the device bytes of a point-to-point NCCL connection in one direction between two ranks.
 
-    NCCL's protocol LL128 has no buffers in such a connection.
+    NCCL divides a transfer among up to ``channels`` channels, each of which has buffers of its own. NCCL's protocol
+    LL128 has no buffers in such a connection.
     """
     return channels * (_SIMPLE + _LL)
 

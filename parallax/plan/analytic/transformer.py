@@ -321,10 +321,10 @@ class _Shape:
         return self.block("layer", ops, entering=self.stream, leaving=self.stream)
 
     def head(self, layer: BlockWork) -> BlockWork:
-        """Return the block of final norm, logits and loss.
+        """Return the block of final norm, logits and loss. ``layer`` is the work of the layer before.
 
-        A caching allocator cannot place logits in the freed memory of a layer's tensors, because sizes differ. So a
-        layer's working memory is still held while the head runs.
+        A caching allocator cannot place logits in the freed memory of the layer's tensors, because sizes differ. So the
+        layer's working memory is still held while the head runs, and is added to the head's working memory.
         """
         c = self.c
         ops = [self.norm(), self.linear(c.hidden, c.vocabulary, bias=False), self.loss()]
@@ -340,8 +340,9 @@ class _Shape:
         """Return the block with the summed work of ``ops``.
 
         In the backward, each saved tensor gets a gradient of equal size. Each parameter's gradient is added to the sum
-        of the step, which moves three times the gradient's bytes. Autocast casts weights in the forward, keeps the
-        casts, and casts the gradients back. ``entering`` and ``leaving`` are the bytes of input and output.
+        of the step; this addition moves three times the gradient's bytes. Autocast casts weights in the forward, keeps
+        the casts, and casts the gradients back. ``entering`` and ``leaving`` are the bytes of the block's input and
+        output for one row.
         """
         how = self.how
         weights, parameters = (

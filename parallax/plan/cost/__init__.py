@@ -1,1 +1,1 @@
-"""Compute the seconds and bytes that a pipeline stage costs a rank, by term."""
+"""Compute the seconds and bytes that a pipeline stage costs a rank, divided into terms such as gradients."""

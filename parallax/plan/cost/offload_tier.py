@@ -19,9 +19,10 @@ from parallax.plan.profile import ModelProfile
 def with_offload_bytes(
     profile: ModelProfile, stages: Sequence[StagePlan], pipeline_ranks: int
 ) -> tuple[StagePlan, ...]:
-    """Return ``stages`` with ``state_bytes`` and ``streamed_bytes`` set.
+    """Return ``stages`` with the fields ``state_bytes`` and ``streamed_bytes`` set.
 
-    These are the largest bytes of optimizer states and of parameters in the offload tier. The stages are on
+    Both are upper bounds on the bytes that one replica of a stage has in the offload tier: ``state_bytes`` for
+    optimizer states, and ``streamed_bytes`` for parameters with their gradients and master copies. The stages are on
     ``pipeline_ranks`` pipeline ranks.
     """
     shares = [  # all stages of one pipeline rank have the same share

@@ -81,7 +81,11 @@ class Passes:
 
     @cached_property
     def streaming(self) -> dict[Kind, tuple[float, float]]:
-        """Return the bytes of offloaded parameters and gradients that each kind of pass fetches and writes."""
+        """Return, for each kind of pass, the bytes that one pass fetches from the offload tier and the bytes that it
+        writes.
+
+        Parameters are fetched, and gradients are written.
+        """
         states = self.load.states
         later = states.written_bytes * self._deferred_share
         return {
@@ -110,7 +114,7 @@ class Passes:
 
     @cached_property
     def recomputed(self) -> float:
-        """Return the fraction of the backward's seconds in which forwards are recomputed."""
+        """Return the fraction of the backward's seconds that is spent on running forwards again."""
         again = sum(block.recompute_seconds for block in self.load.blocks)
         whole = sum(block.backward_seconds for block in self.load.blocks) - self.weight_seconds
         return again / whole if whole > 0 else 0.0
@@ -145,7 +149,7 @@ class Passes:
 
     @cached_property
     def rises(self) -> dict[Kind, Rise]:
-        """Return the change of the rank's memory by each kind of pass."""
+        """Return, for each kind of pass, how one pass through the stage changes the rank's memory."""
         return {
             kind: self._rise(kind) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         }

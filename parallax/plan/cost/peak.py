@@ -44,11 +44,12 @@ def peak_memory(
 
 
 def with_kept(terms: dict[str, int], device: Device) -> tuple[dict[str, int], bool]:
-    """Return the ``terms`` of a rank's peak with the freed memory that the allocator keeps for reuse, if that memory
-    fits.
+    """Return the bytes of a rank's peak by term, and whether the allocator must return freed memory to the system at
+    once.
 
-    The second result is True if this memory does not fit the budget. The allocator must then return all freed memory to
-    the system at once.
+    If the freed memory that the allocator keeps for reuse fits the budget beside ``terms``, it is added to them.
+    Otherwise ``terms`` are returned unchanged, and an allocator that usually keeps freed memory must return all of it
+    at once.
     """
     if bytes_above_budget(terms, device) > 0:
         return terms, device.kept_share > 0

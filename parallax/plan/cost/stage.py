@@ -77,9 +77,12 @@ class StageLoad:
                           gathered for one loss
     ``passed_bytes``      a part of ``boundary_bytes``. A rank with several stages holds this part for only one stage at
                           a time, so only the largest of its stages counts.
+    ``input_bytes``       bytes of the stage's input for one micro-batch; 0 for the first stage
+    ``output_bytes``      bytes of the stage's output for one micro-batch; 0 for the last stage
     ``gathered_bytes``    outputs that the replicas of the last stage exchange for a loss over all rows
     ``gathered_seconds``  seconds of that loss, once per step
-    ``first_seconds``     seconds of the forwards of the first visit of each block, for all micro-batches of that visit
+    ``first_seconds``     seconds of the first forwards of a step: each block runs the micro-batches of its first visit
+                          (:class:`~parallax.plan.plan.Visits`)
     """
 
     parameter_bytes: int
@@ -145,7 +148,7 @@ class StageLoad:
 
     @property
     def work_bytes(self) -> int:
-        """Return the workspace of the block that needs the largest."""
+        """Return the workspace bytes of the block that needs the largest workspace."""
         return max(max(block.forward_work, block.backward_work) for block in self.blocks)
 
     def memory(self, in_flight: int, swap_limit: int) -> dict[str, int]:

@@ -295,9 +295,10 @@ def _summing_bytes(
 ) -> int:
     """Return the bytes of the buckets in which replicas reduce gradients.
 
-    Offloaded gradients use two buckets. With split backwards, resident gradients use two more. Each of the latter is
-    larger by one parameter, because no parameter is divided between buckets. Without split backwards, resident
-    gradients are views of their buckets and need no copies.
+    ``bucket`` is the bytes of one bucket. Offloaded gradients, of which the stage has ``gone`` bytes, use two buckets.
+    With ``split`` backwards, gradients that stay on the device use two more. Each of the latter is larger by one
+    parameter, because no parameter is divided between buckets. Without split backwards, gradients that stay on the
+    device are views of their buckets and need no copies.
     """
     whole = math.ceil(sizes.trained * profile.gradient_bytes)
     going = min(whole, gone + math.ceil(sizes.block * profile.gradient_bytes)) if gone else 0
@@ -317,7 +318,9 @@ def _rewriting_bytes(
 ) -> int:
     """Return the additional bytes in the offload tier because new data is written before old data is freed.
 
-    They are the bytes of one block, and of the buckets in which replicas sum gradients.
+    They are the bytes of one block or, if these are more, of the ``visiting`` parameters and gradients that are on the
+    device at one time. If the stage has offloaded parameters (``streamed`` bytes), the two buckets of ``bucket`` bytes
+    in which replicas sum gradients are added.
     """
     whole = min(sizes.offloadable_block, streamed and sizes.offloadable)
     block = math.ceil(whole + sizes.most_trained(whole) * profile.gradient_bytes)
@@ -327,9 +330,12 @@ def _rewriting_bytes(
 def _rounding_bytes(
     profile: ModelProfile, sizes: Sizes, upper: int, streamed: int, gone: int
 ) -> int:
-    """Return the additional bytes in the offload tier because offloaded shares are rounded up to whole parameters.
+    """Return the additional bytes in the offload tier because offloaded shares are rounded up to whole parameters or
+    blocks.
 
-    ``upper`` is the bytes of the states that are not offloaded, which limits this rounding.
+    At most the states of one block are added. If the stage has ``streamed`` bytes of offloaded parameters, with
+    ``gone`` bytes of gradients, at most one further block of parameters and gradients is added. ``upper`` is the bytes
+    of the states that are not offloaded, which limits the rounding of states.
     """
     per_byte = profile.optimizer_bytes + profile.master_bytes
     rounding = min(upper, math.ceil(sizes.block * per_byte))
@@ -350,7 +356,8 @@ def shard_bytes(states: int, largest: float, replicas: int) -> int:
 
 
 def _step_share(profile: ModelProfile, share: float) -> float:
-    """Return the seconds of an optimizer step if a rank steps a fraction ``share`` of the parameters, relative to all.
+    """Return the seconds of an optimizer step on a fraction ``share`` of the parameters, as a fraction of those of a
+    full step.
 
     The seconds are proportional to bytes of memory traffic. To clear, measure and clip the gradients moves four times
     the bytes of all gradients, whatever the share is. The step itself reads weight, gradient and states, and writes

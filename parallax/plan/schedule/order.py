@@ -30,7 +30,7 @@ class Order:
 
     @classmethod
     def of(cls, listed: Iterable[Action]) -> Order:
-        """Return a list of forwards and backwards as an order."""
+        """Return the order with the forwards and backwards of the list ``listed``."""
         rows = [(COMPUTE.index(action.kind), action.stage, action.micro) for action in listed]
         kinds, stages, micros = np.array(rows, dtype=np.int64).reshape(-1, 3).T
         return cls(kinds, stages, micros)
@@ -48,19 +48,21 @@ class Order:
 def weave(
     warm_up: int, forward: tuple[Numbers, Numbers], backward: tuple[Numbers, Numbers]
 ) -> Order:
-    """Return ``warm_up`` forwards, then forwards and backwards in turn.
+    """Return ``warm_up`` forwards, then forwards and backwards in turn, and at the end the remaining backwards.
 
-    ``forward`` and ``backward`` are pairs of columns (stages, micro-batches).
+    ``forward`` and ``backward`` are pairs of columns (stages, micro-batches) of equal length.
     """
     count = np.arange(len(forward[0]))
     return by_rounds([count - warm_up, count], [forward, backward])
 
 
 def by_rounds(rounds: list[Numbers], columns: list[tuple[Numbers, Numbers]]) -> Order:
-    """Return actions sorted by round and, within a round, by kind.
+    """Return all actions of a pipeline rank sorted by round, a number given for each action, and within a round by
+    kind.
 
-    Both lists have one entry for each kind, in the order of ``COMPUTE``. An entry of ``rounds`` has the round of each
-    action, and an entry of ``columns`` has the stage and the micro-batch of each action.
+    Both lists have one entry for each kind of action, in the order of ``COMPUTE``. An entry of ``rounds`` has the round
+    of each action of this kind, and an entry of ``columns`` has the stages and the micro-batches of these actions.
+    Every kind has equally many actions.
     """
     place = np.argsort(np.concatenate(rounds), kind="stable")
     kinds = np.repeat(np.arange(len(rounds)), len(rounds[0]))

@@ -71,7 +71,8 @@ class Schedule:
     ``in_flight_count``  function of (pipeline_ranks, pipeline_rank) that returns the micro-batches in flight with one
                          stage per pipeline rank and enough micro-batches
     ``holds_all``        all micro-batches are in flight at one time
-    ``steady``           in a full pipeline every round through all stages is like the previous one
+    ``steady``           while the pipeline is full, each round of as many micro-batches as there are stages has the
+                         same order of actions, so :meth:`in_flight` computes only the first rounds
     ``searched``         the bounds of the search are valid for this schedule, and ``plan.schedule=auto`` tries it
     """
 
@@ -237,7 +238,7 @@ SCHEDULES: dict[str, Schedule] = {}
 
 
 def named(name: str, group: int = 0) -> Schedule:
-    """Return the schedule called ``name`` in a file, with groups of ``group`` micro-batches. Nothing is imported.
+    """Return the schedule that a file calls ``name``, with groups of ``group`` micro-batches. Nothing is imported.
 
     If no such schedule is registered, the result can be shown and compared, but computing its order raises
     :class:`PlanError`. An invalid name raises :class:`PlanError`, too.

@@ -159,8 +159,11 @@ def zero_bubble_v(
 
 
 def _turns(times: int, *slots: Slot) -> Numbers:
-    """Return the actions ``slots`` repeated ``times`` times. In each repetition, the number of the micro-batch is one
-    higher."""
+    """Return the actions ``slots`` repeated ``times`` times, one row per action.
+
+    The rows have the columns of :data:`Slot`. From one repetition to the next, the micro-batch of each action increases
+    by one.
+    """
     listed = np.tile(np.array(slots, dtype=np.int64), (times, 1))
     listed[:, 2] += np.repeat(np.arange(times), len(slots))
     return listed

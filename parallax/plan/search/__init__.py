@@ -1,1 +1,1 @@
-"""Search the fastest plan for a profile, a cluster and constraints."""
+"""Search for the fastest plan, given a profile, a cluster and constraints."""

@@ -29,8 +29,8 @@ def with_ample_memory(
     Only pipeline ranks whose allocator would have to return freed memory at once are changed. Their swap limits are
     reduced. If they offload nothing, more of their blocks are recomputed instead. A change is accepted if the allocator
     can then keep freed memory and the step does not take longer. Swap limits are first reduced so far that a fifth of
-    the budget is free, and otherwise only so far that the allocator can keep its freed blocks. Recomputation frees only
-    the latter bytes.
+    the budget is free. If that is not accepted, they are reduced only so far that the allocator can keep its freed
+    blocks. Blocks are recomputed only until the allocator can keep its freed blocks.
     """
     for pipeline_rank in range(pipeline.pipeline_ranks):
         ranks = pipeline.ranks(pipeline_rank)
@@ -62,9 +62,11 @@ def _limit(stage: StagePlan) -> int:
 def _with_less(
     profile: ModelProfile, pipeline: Pipeline, pipeline_rank: int, less: float
 ) -> tuple[StagePlan, ...]:
-    """Return the stages of ``pipeline``, with ``less`` bytes of activations fewer on ``pipeline_rank``.
+    """Return the stages of ``pipeline``, changed so that the activations of ``pipeline_rank`` need fewer bytes, by
+    ``less``.
 
-    If that many cannot be saved, as many as possible are saved.
+    Swap limits are reduced. If nothing is offloaded but some blocks are recomputed, more blocks are recomputed. If that
+    many bytes cannot be saved, as many as possible are saved.
     """
     mine, stages = pipeline.stages_of(pipeline_rank), pipeline.stages
     limit = sum(_limit(stages[stage]) for stage in mine)
@@ -88,7 +90,8 @@ def _with_less(
 def _recomputing(
     profile: ModelProfile, pipeline: Pipeline, mine: Sequence[int], less: float
 ) -> dict[int, StagePlan]:
-    """Return the stages of ``mine``, with so many more recomputed blocks that ``less`` bytes of activations are saved.
+    """Return the stages ``mine`` by their index, with more recomputed blocks, until ``less`` bytes of activations are
+    saved.
 
     The first blocks are recomputed first, because they would keep their activations for the longest time.
     """

@@ -14,7 +14,8 @@ from parallax.plan.profile import BlockCost, ModelProfile
 
 
 def even_boundaries(sums: Sequence[float], stages: int) -> list[int]:
-    """Return stage boundaries that give each stage nearly equal seconds.
+    """Return the boundaries of ``stages`` stages of nearly equal seconds: the first block of each stage, then the block
+    count.
 
     ``sums`` are prefix sums: the seconds of the first 0, 1, … blocks.
     """
@@ -28,7 +29,7 @@ def even_boundaries(sums: Sequence[float], stages: int) -> list[int]:
 def furthest(works: Callable[[int], bool], low: int, high: int, guess: int) -> int:
     """Return the smallest number from ``low`` to ``high`` for which ``works`` returns True; ``high`` if there is none.
 
-    ``works`` must return True for all numbers above this one, too. The search starts at ``guess``.
+    If ``works`` returns True for a number, it must return True for all larger numbers. The search starts at ``guess``.
     """
     start = min(max(guess, low), high)
     step = 1
@@ -51,7 +52,12 @@ def furthest(works: Callable[[int], bool], low: int, high: int, guess: int) -> i
 
 
 def block_kinds(profile: ModelProfile) -> tuple[tuple[int, ...], list[BlockCost]]:
-    """Return the kind of each block, an index, and the cost of each kind. Blocks of equal cost have the same kind."""
+    """Return two results: for each block, the index of its kind, and the list of the kinds' costs, which these indices
+    refer to.
+
+    Blocks that differ at most in their names and in the numbers and bytes of their parameters and buffers are of one
+    kind.
+    """
     numbers: dict[BlockCost, int] = {}
     nameless = [
         replace(

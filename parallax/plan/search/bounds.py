@@ -283,9 +283,9 @@ class StepBound:
         return -(-len(self.request.devices) // shape.pipeline_ranks)
 
     def _messages(self, shape: Shape, rows: _Rows) -> float:
-        """Return the seconds that the messages of one micro-batch take between pipeline ranks.
+        """Return a lower bound on the seconds that the messages of one micro-batch take between pipeline ranks.
 
-        They are those of the forward and, in training, of the backward.
+        The messages are the activations of the forward and, in training, the gradients of the backward.
         """
         cluster = self.request.cluster
         fast = max((cluster.local, cluster.remote), key=lambda link: link.bytes_per_second)
@@ -366,10 +366,10 @@ class StepBound:
         )
 
     def _parameters(self, numbers: tuple[int, ...]) -> tuple[int, int]:
-        """Return lower bounds on the bytes of all parameters and of the trained parameters of the most common kind of
-        block.
+        """Return lower bounds on the bytes of two sets: all parameters, and all trained parameters, of the most common
+        kind of block.
 
-        Parameters that several blocks share are not counted at all.
+        ``numbers`` has the kind of each block. Parameters that several blocks share are not counted at all.
         """
         common, profile = self._common(), self.request.profile
         costs = [cost for number, cost in zip(numbers, profile.blocks) if number == common]

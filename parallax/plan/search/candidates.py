@@ -73,8 +73,9 @@ class _Open:
 class Forecasts:
     """The full predictions (forecasts) of the pipelines of one search request. Each is computed once.
 
-    ``known`` maps each pipeline to its forecast, after :func:`with_ample_memory` has chosen its swap limits.
-    ``refused`` maps each pipeline that does not fit to the reason. ``effort`` counts the simulated passes of blocks.
+    ``known`` maps pipelines to their forecasts. :func:`with_ample_memory` has already changed these pipelines.
+    ``refused`` maps each pipeline that does not fit to the reason. ``effort`` counts the simulated forwards and
+    backwards of single blocks.
     """
 
     def __init__(self, request: Request) -> None:

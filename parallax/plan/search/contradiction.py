@@ -22,8 +22,12 @@ from parallax.plan.rows import micro_batch_count
 class Question:
     """The constraints of a planning request, in numbers.
 
-    ``fixed``: the ranks have started, so a plan must use every device. ``gather_loss``: one loss is computed over all
-    rows of a batch.
+    ``rows``         rows of a batch
+    ``microbatch``   rows of a micro-batch, or auto
+    ``swap``         the plan may offload
+    ``fixed``        the ranks have started, so a plan must use every device
+    ``model``        what error messages call the model
+    ``gather_loss``  one loss is computed over all rows of a batch
     """
 
     config: PlanConfig

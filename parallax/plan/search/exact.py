@@ -132,7 +132,8 @@ class ExactSearch:
         return best.get((0, 0), math.inf)
 
     def _pipelines(self, shape: Shape, limit: Score, plain: bool) -> list[_Partial]:
-        """Return the pipelines over all devices that may score below ``limit``.
+        """Return the pipelines over all devices that may score below ``limit``. With ``plain``, all blocks keep their
+        activations.
 
         A pipeline is omitted if another one is no worse in every number of :class:`_Partial`.
         """
@@ -183,7 +184,12 @@ class ExactSearch:
         seconds: float,
         replicas: int,
     ) -> Score:
-        """Return the best possible score if a stage of ``seconds`` precedes the stages of ``after``."""
+        """Return the best score of any pipeline that ends with a stage of ``seconds`` per micro-batch and then those of
+        ``after``.
+
+        ``stage`` is the index of that stage, which has ``replicas`` replicas. ``place`` has its first block and its
+        first device. The stages before it are still open.
+        """
         slowest, work = max(seconds, after.slowest), seconds * replicas + after.work
         return self.request.bound(
             shape, stage, *place, slowest, seconds + after.total, after.tail, work
@@ -205,7 +211,7 @@ class ExactSearch:
         return all_reduce_seconds(gradients, self.request.order[first:stop], self.request.cluster)
 
     def _fitter(self, shape: Shape, first: int, stop: int, plain: bool) -> ExactStageFitter:
-        """Return the fitter for stages on devices ``first`` to ``stop``.
+        """Return the fitter for stages on the devices ``first`` to ``stop`` − 1.
 
         With ``plain``, blocks keep all activations.
         """

@@ -186,7 +186,7 @@ class _Front:
 
     ``columns``     one row per choice, with five columns: seconds; bytes kept; bytes offloaded; the most bytes
                     offloaded by one block; bytes of workspace
-    ``directives``  one row per choice, with the directive of each block, as an index
+    ``directives``  one row per choice, with the directive of each block, as an index into the allowed directives
     ``exact``       whether no choice was left out
     """
 
@@ -396,7 +396,9 @@ class ExactStageFitter:
         )
 
     def _find_options(self, kind: int, rows: int, split: bool) -> Floats:
-        """Return the costs of a block of this ``kind``, one row per allowed directive."""
+        """Return the costs of a block of this ``kind``, one row per allowed directive, with the columns of
+        :class:`_Front`.
+        """
         cost, speed = self._costs[kind], self._device.speed
         return np.array(
             [_columns(load_block(cost, d, rows, speed=speed, split=split)) for d in self._allowed]

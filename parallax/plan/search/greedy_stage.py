@@ -251,7 +251,9 @@ class GreedyStages:
         return self._least[content]
 
     def _content(self, parts: tuple[Part, ...]) -> Content:
-        """Return a key that is equal for stages with equal costs."""
+        """Return a key of the pipeline rank whose stages are ``parts``. Keys are equal only for pipeline ranks of equal
+        costs.
+        """
         blocks = tuple(
             (self._chain.kinds[start:stop].tobytes(), in_flight) for start, stop, in_flight in parts
         )
@@ -425,11 +427,11 @@ class GreedyStages:
         )
 
     def _fill(self, sums: _Sums, free_bytes: float, tier: int, streaming: float) -> _Answer | None:
-        """Return the fastest choice within ``free_bytes`` of the device: its seconds, recomputed blocks and offloaded
-        blocks.
+        """Return the fastest choice within ``free_bytes`` of the device; None if no choice fits.
 
-        ``tier`` is the capacity of the offload tier in bytes. Parameter offload occupies the link to the tier for
-        ``streaming`` seconds. The seconds are per micro-batch.
+        The choice is its seconds per micro-batch, the recomputed blocks and the offloaded blocks. ``tier`` is the
+        capacity of the offload tier in bytes. Parameter offload occupies the link to the tier for ``streaming`` seconds
+        per micro-batch.
         """
         count = len(sums.order)
         if Directive.KEEP in self._allowed and sums.base[0] + sums.plain[0] <= free_bytes:
@@ -493,9 +495,10 @@ class GreedyStages:
 def _unique(
     sums: NDArray[np.int64], ties: Sequence[tuple[int, tuple[int, ...]]], parts: tuple[Part, ...]
 ) -> int:
-    """Return the bytes of all ``parts``, from the prefix ``sums`` over blocks.
+    """Return the bytes of the parameters of all ``parts`` (stages).
 
-    Parameters that several blocks of one part share count once.
+    ``sums`` are prefix sums of the bytes of parameters over the blocks, and ``ties`` has the parameters that several
+    blocks share. If several blocks of one stage share a parameter, it counts once for this stage.
     """
     total = 0
     for start, stop, _ in parts:

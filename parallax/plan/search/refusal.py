@@ -185,7 +185,11 @@ def _lists(replicas: int | str | list[int]) -> TypeGuard[list[int]]:
 
 
 def _devices_setting(config: PlanConfig) -> str:
-    """Return the text ``=N`` if stages and replicas fix the number of devices, otherwise ''."""
+    """Return the text ``=N`` that completes the advice "set cluster.devices".
+
+    N is the number of devices that the configured stages and replicas need. If they do not determine it, the text is
+    empty.
+    """
     stages, replicas = config.stages, config.replicas
     if _lists(replicas):
         return f"={sum(replicas)}"

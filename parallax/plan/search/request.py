@@ -108,8 +108,10 @@ class Request:
     ``profile`` has the costs of a step of ``task`` (:func:`~parallax.plan.cost.forward.task_costs`). Evaluation and
     inference are tried under GPipe only, because all orders of forwards are equally fast.
 
-    ``gather_loss`` restricts the search to schedules under which one loss can be computed over all rows. ``idle``
-    permits replicas without rows. It is for ranks that have already started, if no plan has rows for all of them.
+    ``order`` lists the devices in the order in which pipelines use them; None means ascending order. ``swap`` says
+    whether plans may offload. ``gather_loss`` restricts the search to schedules under which one loss can be computed
+    over all rows. ``idle`` permits replicas without rows. It is for ranks that have already started, if no plan has
+    rows for all of them.
     """
 
     def __init__(
@@ -241,7 +243,9 @@ class Request:
 
     @property
     def _on_device(self) -> tuple[OffloadFractions, ...]:
-        """The options of sharding that keep all states on the device."""
+        """The fractions to try if no state is offloaded: with optimizer states sharded over the replicas, without, or
+        both.
+        """
         return {"none": (ALL_ON_DEVICE,), "optimizer": (SHARDED,)}.get(
             self.config.shard, (ALL_ON_DEVICE, SHARDED)
         )
@@ -384,7 +388,9 @@ class Request:
         return shape.schedule.ramp.left(self._weight_share, shape.interleave)
 
     def score(self, shape: Shape, slowest: float, total: float, tail: float, work: float) -> Score:
-        """Return the seconds of a step by the formula, and the same if every rank had its own cores.
+        """Return the predicted seconds of a step twice: as the cores are, and as if every rank had its own cores.
+
+        The formula is in the docstring of this module.
 
         ``slowest``  seconds per micro-batch of the slowest pipeline rank
         ``total``    sum of the seconds per micro-batch over all pipeline ranks

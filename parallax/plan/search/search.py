@@ -126,10 +126,10 @@ def search(
 
 
 def _device_counts(config: PlanConfig, devices: int) -> list[int]:
-    """Return the device counts to try, largest first: every count that stages and replicas allow.
+    """Return the device counts to try: every count that stages and replicas allow, largest first.
 
-    If there are many, the order is different: after the largest count come those that a plan with equal replica counts
-    uses completely.
+    If there are many, the largest count is followed by those that a plan with equal replica counts uses completely, and
+    then by all others.
     """
     if config.ranks is not None:
         return [devices]
@@ -221,7 +221,7 @@ def _fetches(pipeline: Pipeline) -> bool:
 def _reads_weights_often(request: Request, pipeline: Pipeline) -> bool:
     """Return whether ``pipeline`` reads offloaded weights once per micro-batch although another schedule may avoid it.
 
-    This needs a configuration that leaves the choice of a schedule to the planner.
+    The result is False unless the configuration leaves the choice of a schedule to the planner.
     """
     config = request.config
     free = config.schedule == config.interleave == AUTO and config.activations != Directive.OFFLOAD

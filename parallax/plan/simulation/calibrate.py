@@ -249,7 +249,10 @@ def _update(spans: Iterable[Span]) -> Busy:
 
 
 def _ratio(now: Busy, was: Busy, key: tuple[int, str]) -> float:
-    """Return the ratio of measured (``now``) to predicted (``was``) seconds; 1 if either is missing."""
+    """Return the ratio of measured (``now``) to predicted (``was``) seconds; 1 if either is missing.
+
+    ``key`` is a pair (stage, kind of action). The ratio is limited to the range from ``NARROWEST`` to ``WIDEST``.
+    """
     measured, predicted = now.get(key, 0.0), was.get(key, 0.0)
     return _within(measured / predicted) if measured > 0 and predicted > 0 else 1.0
 

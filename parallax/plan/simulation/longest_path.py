@@ -92,7 +92,7 @@ class _Waves:
     ``pipeline_rank``  the pipeline rank of each action
     ``cell``           kind · stages + stage of each action: the index of its seconds in a table
     ``awaited``        the other action that each action waits for; one past the last action if there is none
-    ``links``          the sending and the receiving stages
+    ``links``          two rows of stages: the sender and the receiver of each link
     ``sent``           for each link, 1 if messages are sent along it, and 0 if both stages are on one pipeline rank
     """
 

@@ -174,7 +174,10 @@ class Network:
     def _occupy(
         self, ranks: Sequence[int], resources: Sequence[Resource], seconds: float
     ) -> Routine:
-        """Occupy all ``resources`` for ``seconds`` at full bandwidth, or longer if they are shared."""
+        """Occupy all ``resources`` for ``seconds`` at full bandwidth, or longer if they are shared.
+
+        Meanwhile each of ``ranks`` has one more running transfer, which may slow its compute down.
+        """
         if seconds <= 0:
             return
         for rank in ranks:

@@ -41,7 +41,8 @@ SIMULATED_BLOCKS = (
 class Forecast:
     """The prediction of one step.
 
-    ``ranks`` has an entry per rank, and ``stages`` an entry per pipeline rank. ``spans`` is empty if the event
+    ``bubble`` is the fraction of the step in which the pipeline is idle. ``ranks`` has an entry per rank, and
+    ``stages`` an entry per pipeline rank. ``spans`` has the time span of every action; it is empty if the event
     simulator did not run.
     """
 
@@ -189,8 +190,9 @@ def _finish(
 ) -> tuple[Timeline, float, list[float], list[float]]:
     """Return the timeline, the second at which the step ends, and each pipeline rank's seconds of reduction and update.
 
-    The ``stalls`` of a stage are added to each of its backwards or, if there are none, to each of its forwards. With
-    ``hidden``, forwards do not wait for transfers of offloaded optimizer states.
+    ``ties`` has, for each pipeline rank, the seconds of reducing the gradients of parameters that it shares with
+    others. The ``stalls`` of a stage are added to each of its backwards or, if there are none, to each of its forwards.
+    With ``hidden``, forwards do not wait for transfers of offloaded optimizer states.
     """
     pipeline_ranks = range(pipeline.pipeline_ranks)
     times = [

@@ -18,7 +18,11 @@ from parallax.plan.simulation.rank import Rank, RankTrace, World
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """The result of simulating one step: its seconds, the bubble, one trace per rank, and every action as a span."""
+    """The result of simulating one step.
+
+    ``bubble`` is the fraction of the step in which the pipeline is idle. ``ranks`` has one trace for each rank, and
+    ``spans`` has the time span of every action.
+    """
 
     step_seconds: float
     bubble: float
