@@ -157,8 +157,11 @@ class Evictor:
         return True
 
     def finish_writes(self) -> None:
-        """Free the device copies of records whose writes have ended, and subtract copies that other code has
-        released."""
+        """Free the device copies of records whose writes have ended.
+
+        Also subtract, from the bytes on the device, the copies that code outside the swap manager has released since
+        the last call.
+        """
         if self._held and (freed := self._held.take_freed_bytes()):
             self._accounting.add_resident(-freed)
         while self.writing:

@@ -130,7 +130,11 @@ def _unpack(packed: _KeptTensor | _MovedTensor) -> Tensor:
 
 
 def changed_in_place(counter: Tensor, expected: int, saved: Tensor) -> RuntimeError:
-    """Return the error that torch raises, without hooks, for a saved tensor that was changed in place."""
+    """Return the error that torch raises, without hooks, for a saved tensor that was changed in place.
+
+    ``counter`` is a tensor with the version counter of the saved tensor, and ``expected`` is the version at the time of
+    saving. The message has the type and shape of ``saved``.
+    """
     shape = "" if saved.is_nested else f" {list(saved.shape)}"
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "

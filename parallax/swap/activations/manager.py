@@ -217,7 +217,8 @@ class SwapManager:
     def _begin_operation(self, known: Record | None) -> None:
         """Make the records that the previous operator saved evictable, because a new operator saves now.
 
-        If one of them is ``known``, the record of the storage that the new operator saves, it stays protected.
+        ``known`` is the record of the storage that the new operator saves, or None. If the previous operator saved this
+        storage too, its record is not made evictable.
         """
         if known is not None and known in self._queues.fresh:
             self._queues.remove(known)
@@ -272,7 +273,9 @@ class SwapManager:
             return origin
 
     def _reload(self, record: Record) -> None:
-        """Bring a record back to the device, whether it is offloaded or being written."""
+        """Read a record back to the device if it is offloaded. If it is still on the device, make sure that it stays
+        there.
+        """
         if record.state is State.KEPT:
             record.state = State.LOADED
         elif record.state is State.QUEUED:
@@ -382,8 +385,11 @@ class SwapManager:
             self._collect_ended()
 
     def _collect_ended(self) -> None:
-        """Update the accounting for everything that ended since the last call: entries, transfers, and external
-        references."""
+        """Update the accounting for everything that ended since the last call.
+
+        These are entries that no autograd graph needs any more, transfers, and references of other code to device
+        copies.
+        """
         if self._fast_path.active:
             self._fast_path.collect_ended(self._open)
             return

@@ -90,7 +90,11 @@ class Preferences:
             self._known, batch.uses = batch.uses, {}
 
     def is_due(self, record: Record) -> bool:
-        """Whether the policy allows to prefetch a record now, together with the other records of its group."""
+        """Whether the policy allows to prefetch ``record`` now.
+
+        The answer is the same for all records of its group of ``swapin_groupby`` records, so these are prefetched
+        together.
+        """
         if self._policy.swapin_ahead is None:
             return True
         return (
@@ -99,7 +103,10 @@ class Preferences:
         )
 
     def group_bytes(self, record: Record) -> int:
-        """Return the bytes still to be read for the group of ``record``, the next record in the order of use."""
+        """Return the bytes of all records in the group of ``record`` that are still to be read.
+
+        ``record`` is the next record in the order of use.
+        """
         total = 0
         for other in itertools.islice(record.batch.waiting, self._policy.swapin_groupby):
             total += other.size if self._group(other) == self._group(record) else 0

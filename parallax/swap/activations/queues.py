@@ -66,7 +66,7 @@ class RecordQueues:
         self.append(record, self.used if record.used else self.upcoming)
 
     def forget(self, record: Record) -> None:
-        """Remove a record that no autograd graph needs any more."""
+        """Remove a record that no autograd graph needs any more from its queue and from the evicting bytes."""
         if record.evicting:
             self.unmark_evicting(record)
         if record.queue is not None:
@@ -81,8 +81,8 @@ class FastPath:
     the queues are filled only when memory is short for the first time. Their order is then the same as if each record
     had been queued when it was saved.
 
-    The manager owns ``records`` (living records by clock) and ``known`` (records by address), and holds its lock during
-    all calls.
+    The manager owns ``records``, which maps the clock of each living record to the record, and ``known``, which maps
+    the address of a storage to its record. The manager holds its lock during all calls.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class FastPath:
     def save_again(self, record: Record, before: int | None, operation: int | None) -> None:
         """Note that ``operation`` has saved the storage of ``record`` again.
 
-        If the previous operator, ``before``, saved the record last, the record is still protected from eviction. It is
-        then protected for ``operation`` instead. Otherwise nothing changes.
+        ``before`` is the previous operator. If it was the last one to save the record, the record is still protected
+        from eviction. It is then protected until the end of ``operation`` instead. Otherwise nothing changes.
         """
         if _saved_by(record, before):
             record.operation = operation

@@ -42,7 +42,7 @@ def _nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    """Return all bytes of a storage as a tensor."""
+    """Return a uint8 tensor over all bytes of ``storage``, which is on ``device``. Nothing is copied."""
     return _nothing(device, torch.uint8).new_empty(0).set_(storage)
 
 
@@ -107,6 +107,7 @@ class Record:
                    use these values.
     ``layout``     offset, size and strides, set when the bytes are offloaded
     ``queue``      number of the record queue that contains the record
+    ``clock``      number of the record: how many records the manager had saved, including this one
     ``operation``  the operator that saved the record last
     ``wanted``     the record is needed again while its write runs
     ``evicting``   the record's bytes are included in :attr:`RecordQueues.evicting_bytes`

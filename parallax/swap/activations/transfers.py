@@ -62,7 +62,10 @@ class Transfers:
             record.transfer = None
 
     def wait_ignoring_errors(self, record: Record, micro: int) -> None:
-        """Wait for the transfer of a record that no autograd graph needs any more."""
+        """Wait for the transfer of a record that no autograd graph needs any more, and ignore an error of the transfer.
+
+        The waiting time counts for micro-batch ``micro``.
+        """
         if record.transfer is not None:
             with contextlib.suppress(SwapError):
                 self._accounting.wait_for(record.transfer, micro)
@@ -99,7 +102,9 @@ class Transfers:
 
 
 def store_sum(record: Record) -> None:
-    """Compute the checksum of a new record (``swap.verify``), without waiting for the device."""
+    """Compute the checksum of a new record (``swap.verify``) and store it in the record, without waiting for the
+    device.
+    """
     assert record.storage is not None
     record.sum = sum_bytes(bytes_of(record.storage, record.device))
 

@@ -61,7 +61,7 @@ def optimizers(given: Any) -> list[Optimizer]:
 
 
 def size(key: str, value: Any) -> int:
-    """Return ``value``, a number or a text such as 8GiB, in bytes."""
+    """Return ``value``, a number or a text such as 8GiB, in bytes. Errors name the argument ``key``."""
     if isinstance(value, str):
         return parse_bytes(value, key)
     count = _whole(value)
@@ -73,12 +73,15 @@ def size(key: str, value: Any) -> int:
 
 
 def size_or_auto(key: str, value: Any) -> int | None:
-    """Return ``value`` in bytes, or None for auto."""
+    """Return ``value`` in bytes, or None for auto. Errors name the argument ``key``."""
     return None if isinstance(value, str) and value == AUTO else size(key, value)
 
 
 def whole(key: str, value: Any, *, least: int = 0) -> int:
-    """Return ``value`` as a whole number. Raises :class:`ConfigError` if it is not one or is below ``least``."""
+    """Return ``value`` as a whole number.
+
+    Raises :class:`ConfigError`, which names the argument ``key``, if it is not one or is below ``least``.
+    """
     count = _whole(value)
     if count is None or count < least:
         raise ConfigError(f"{key}={_shown(value)}: accepted are whole numbers from {least}")
@@ -92,21 +95,24 @@ def smallest(value: Any, device: torch.device) -> int:
 
 
 def whole_or_none(key: str, value: Any) -> int | None:
-    """Return ``value`` as a whole number, or None. Raises :class:`ConfigError` for anything else."""
+    """Return ``value`` as a whole number, or None if it is None.
+
+    Raises :class:`ConfigError`, which names the argument ``key``, for anything else.
+    """
     return None if value is None else whole(key, value)
 
 
 def flag(key: str, value: Any) -> bool:
-    """Return ``value``. Raises :class:`ConfigError` unless it is True or False."""
+    """Return ``value``. Raises :class:`ConfigError`, which names the argument ``key``, unless it is True or False."""
     if not isinstance(value, bool):
         raise ConfigError(f"{key}={_shown(value)}: accepted are True and False")
     return value
 
 
 def flag_or_auto(key: str, value: Any, auto: bool) -> bool:
-    """Return ``value``, or the argument ``auto`` if ``value`` is the text auto.
+    """Return ``value``, or the bool ``auto`` if ``value`` is the text auto.
 
-    Raises :class:`ConfigError` unless ``value`` is True, False or auto.
+    Raises :class:`ConfigError`, which names the argument ``key``, unless ``value`` is True, False or auto.
     """
     return auto if isinstance(value, str) and value == AUTO else flag(key, value)
 

@@ -139,7 +139,10 @@ def _counts(kind: type[Optimizer]) -> dict[type, dict[str, Any]]:
 
 
 def _outcome(optimizer: Optimizer, arguments: Arguments, *, in_pieces: bool) -> Any:
-    """Step a small copy of the optimizer several times and return all values that the steps may have changed."""
+    """Step a small copy of the optimizer several times and return all values that the steps may have changed.
+
+    ``arguments`` are those of a step. ``in_pieces`` says whether each step is taken whole or one parameter at a time.
+    """
     twin, parameters, trained = _small_copy(optimizer)
     args, kwargs = arguments
     for number in range(STEPS):
@@ -188,8 +191,10 @@ def _with_closure(given: Arguments, set_gradients: Callable[[], None]) -> Argume
 
 
 def _set_gradients(parameters: list[Tensor], number: int, scale: float) -> None:
-    """Set gradients that depend on the parameters' values, so that the result depends on when the closure was
-    called."""
+    """Set gradients that depend on the parameters' values, so that the result depends on when the closure was called.
+
+    Each gradient is half of the parameter plus numbers of the size of ``scale``, which depend on ``number``.
+    """
     for index, parameter in enumerate(parameters):
         values = torch.arange(1, parameter.numel() + 1, device=parameter.device) * (index + number)
         noise = torch.sin(values.double()).reshape(parameter.shape) * scale * (index + 1)
@@ -245,7 +250,10 @@ def _small_shape(tensor: Tensor) -> torch.Size:
 
 
 def _small_state(parameter: Tensor, state: Any, memo: dict[int, Any]) -> Any:
-    """Return the optimizer state of a parameter, cropped to the size of the parameter's small copy."""
+    """Return the optimizer state of a parameter, cropped to the size of the parameter's small copy.
+
+    ``memo`` maps the id of each original object to its copy, as in ``copy.deepcopy``.
+    """
     if isinstance(state, OffloadedStates):
         state = state.host_copy()
     if not isinstance(state, dict):
@@ -261,13 +269,19 @@ def _small_state(parameter: Tensor, state: Any, memo: dict[int, Any]) -> Any:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of ``value`` in which the original parameters are replaced by the small ones."""
+    """Return a deep copy of ``value`` in which the original parameters are replaced by the small ones.
+
+    ``memo`` maps the id of each original object to its copy, as in ``copy.deepcopy``.
+    """
     _check_copied(value, memo)
     return copy.deepcopy(value, memo)
 
 
 def _check_copied(value: Any, memo: dict[int, Any]) -> None:
-    """Raise an error unless ``value`` consists of small values that no code except the optimizer references."""
+    """Raise an error unless ``value`` consists of small values that no code except the optimizer references.
+
+    Tensors of any size are accepted if their id is in ``memo``, because small copies of them exist.
+    """
     if isinstance(value, Mapping):
         for each in (*value.keys(), *value.values()):
             _check_copied(each, memo)

@@ -74,7 +74,8 @@ def divide(
 class ProcessMemory:
     """Bounds and measures the memory of the process, which on a CPU is the device's memory.
 
-    Of the memory that the process held before, only the bytes that belong to the model count towards the limit.
+    ``made`` is the bytes of the model and the optimizers that the process already holds. They count towards the limit.
+    The other memory that the process already holds does not.
     """
 
     def __init__(self, limit: int, made: int) -> None:
@@ -163,7 +164,10 @@ def _storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Return the bytes available for new tensors. A tenth of a GPU or a fifth of the free RAM is left as a margin."""
+    """Return the bytes available for new tensors.
+
+    A margin is left: a tenth of a GPU's memory, or a fifth of the free RAM.
+    """
     if device.type == "cpu":
         return available_memory() * 8 // 10
     free, total = torch.accelerator.get_memory_info(device)

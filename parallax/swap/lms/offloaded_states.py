@@ -48,7 +48,8 @@ def moved_bytes(parameter: Tensor, state: dict[Any, Any]) -> int:
 
 
 def sizes_of(parameter: Tensor, state: Any) -> tuple[int, list[int]]:
-    """Return the total bytes of a state's tensors that are worth offloading, and a list of the bytes of all its others.
+    """Return the total bytes of a state's tensors that are worth offloading, and the bytes of each of its other
+    tensors.
 
     Memory of the parameter and of its gradient does not count.
     """
@@ -356,7 +357,8 @@ class OffloadedStates(dict[Any, Any]):
 class _Value:
     """A tensor of the state with the location of its large parts.
 
-    A tensor subclass such as DTensor has several parts.
+    A plain tensor is its only part. A tensor subclass such as DTensor may have several. ``put`` offloads a large part
+    and returns its location.
     """
 
     def __init__(self, tensor: Tensor, put: Callable[[Tensor], _StatePlace]) -> None:

@@ -111,7 +111,9 @@ class OffloadedWeight(nn.Parameter):
 class OffloadedGradient(Tensor):
     """The gradient of an offloaded parameter. The memory of this tensor is a placeholder.
 
-    ``value`` is None while this is the gradient of the parameter. Afterwards, ``value`` has its values on the device.
+    ``value`` is None as long as this object is the parameter's gradient and is offloaded. When the parameter gets
+    another gradient or none, or the offload ends, ``value`` becomes a tensor on the device with the values of this
+    gradient.
     """
 
     parameter: nn.Parameter

@@ -279,8 +279,9 @@ class OptimizerStates:
         return not self.whole
 
     def _block_of(self, parameter: Tensor) -> int | None:
-        """Return the block of offloaded weights that has a parameter; None if the parameter's weights are not
-        offloaded."""
+        """Return the index of the block of offloaded weights that has a parameter; None if its weights are not
+        offloaded.
+        """
         return None if self._weights is None else self._weights.block_of(parameter)
 
     def _load_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -320,7 +321,9 @@ class OptimizerStates:
         self._offload_excess()
 
     def _fill(self, optimizer: Optimizer, found: dict[str, Any]) -> dict[str, Any]:
-        """Replace offloaded states in a state dict by copies in host memory."""
+        """Replace offloaded states in ``found``, a state dict of ``optimizer``, by copies in host memory, and return
+        ``found``.
+        """
         for group, packed in zip(optimizer.param_groups, found["param_groups"]):
             for parameter, index in zip(group["params"], packed["params"]):
                 if (
@@ -366,8 +369,10 @@ class OptimizerStates:
         return _GUESS * local_bytes(parameter) if known is None else known
 
     def _known_size(self, index: int, parameter: Tensor) -> int | None:
-        """Return the bytes of a parameter's states, including states that the first step will create; None if
-        unknown."""
+        """Return the bytes of a parameter's states, including states that its first step will create; None if unknown.
+
+        ``index`` is the index of the parameter's group.
+        """
         if parameter in self._offloaded:
             return self._offloaded[parameter].size
         if parameter in self._resident:
@@ -591,8 +596,9 @@ class OptimizerStates:
     def _drop(self, offloaded: OffloadedStates, alone: object) -> None:
         """Free offloaded states that the optimizer has dropped.
 
-        If an object other than ``alone`` still references them, they are restored instead, because other code may
-        assign them to another parameter.
+        If other code still references ``offloaded``, the states are restored instead, because that code may assign them
+        to another parameter. ``alone`` is an object without other references, which is passed in the same way. So other
+        code references ``offloaded`` if it has more references than ``alone``.
         """
         self._forget_write(id(offloaded))
         if sys.getrefcount(offloaded) > sys.getrefcount(alone):

@@ -169,7 +169,7 @@ class OffloadedModel:
         return parameter in self._block_of
 
     def block_of(self, parameter: Tensor) -> int | None:
-        """Return the block of an offloaded parameter; None if the parameter stays on the device."""
+        """Return the index of the block of an offloaded parameter; None if the parameter stays on the device."""
         return self._block_of.get(parameter)  # type: ignore[call-overload]
 
     # ---- weights
@@ -267,7 +267,11 @@ class OffloadedModel:
         return found
 
     def _check_gradient(self, parameter: nn.Parameter, found: Tensor | None) -> None:
-        """Raise an error for a gradient on the device that neither autograd nor Python code has assigned."""
+        """Raise an error for a gradient ``found`` on the device that neither autograd nor Python code has assigned.
+
+        C++ code has then assigned it, as DistributedDataParallel does. ``found`` is None if there is no gradient on the
+        device.
+        """
         known = (
             found is None
             or parameter in self._offloaded.kept_gradients
@@ -475,7 +479,7 @@ class OffloadedModel:
             self._offload_again(parameter)
 
     def _pin(self) -> None:
-        """Keep the blocks with plain parameters on the device."""
+        """Mark the blocks of which a module has plain parameters, so that they stay on the device."""
         self._pinned = tuple(
             dict.fromkeys(self._block_of[p] for _, held in self._plain for p in held)
         )
@@ -566,7 +570,11 @@ def _copy_to_host(module: nn.Module, state: dict[str, Any], prefix: str, _: Any)
 
 
 def _blocks_of(model: nn.Module, block_bytes: int, minimum_bytes: int) -> list[list[nn.Parameter]]:
-    """Return the parameters to offload, in the order of the model, divided into blocks."""
+    """Return the parameters to offload, in the order of the model, divided into blocks of at most ``block_bytes`` each.
+
+    A larger parameter is a block of its own. Parameters that are smaller than ``minimum_bytes`` or cannot be offloaded
+    are left out.
+    """
     scripted = {
         p for m in model.modules() if isinstance(m, torch.jit.ScriptModule) for p in m.parameters()
     }

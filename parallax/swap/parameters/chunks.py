@@ -223,7 +223,8 @@ class Chunk:
 
     A chunk is a bucket of the host optimizer (:class:`~parallax.swap.weights.BucketWeights`). If the weights' dtype has
     too little precision for steps, a second slot holds a full-precision master copy. When the weights move to a new
-    slot, ``retire_slot`` is called with the previous slot, because a running read may still use that slot.
+    slot, ``retire_slot`` is called with the previous slot, because a running read may still use that slot. ``start`` is
+    the byte of the block's storage at which the chunk begins.
     """
 
     def __init__(

@@ -57,8 +57,9 @@ class _FlatPlace:
 class FlatParameter:
     """The offloaded parameters of one block. The constructor offloads them from the device.
 
-    The main thread transfers bytes between the device and the store. The optimizer's thread only writes new weights to
-    the store (:meth:`Chunk.put`), which makes the device's copy ``stale``.
+    They are stored in chunks of at most ``chunk_bytes``. With ``split``, a parameter may be divided between chunks. The
+    main thread transfers bytes between the device and the store. The optimizer's thread only writes new weights to the
+    store (:meth:`Chunk.put`), which makes the device's copy ``stale``.
     """
 
     def __init__(
@@ -261,7 +262,7 @@ class FlatParameter:
             self.stale = True  # the new storage has no values yet
 
     def parameter_at(self, offset: int) -> nn.Parameter | None:
-        """Return the parameter whose bytes include byte ``offset`` of the storage."""
+        """Return the parameter whose bytes include byte ``offset`` of the storage; None if there is none."""
         for place in self._places:
             start = place.resident.storage_offset() * place.resident.element_size()
             if start <= offset < start + place.resident.nbytes:
@@ -301,7 +302,10 @@ class FlatParameter:
     def _split_into_chunks(
         self, parameters: Sequence[nn.Parameter], chunk_bytes: int, *, split: bool
     ) -> Iterator[Chunk]:
-        """Yield chunks, each of one dtype and with either trained or frozen parameters only."""
+        """Yield chunks, each of one dtype and with either trained or frozen parameters only.
+
+        A chunk has at most ``chunk_bytes``. Without ``split``, no parameter is divided, so a chunk may be larger.
+        """
         start = 0
         for run in aligned_runs(
             parameters, chunk_bytes, lambda p: (p.requires_grad, p.dtype), split=split, size=span
@@ -326,7 +330,10 @@ _Make = Callable[[list[nn.Parameter]], FlatParameter]
 
 
 def lay_out(blocks: Iterable[Iterable[nn.Parameter]], make: _Make) -> list[FlatParameter]:
-    """Return one :class:`FlatParameter` per block. Each is made before the next block is taken from the iterable.
+    """Return one :class:`FlatParameter` per block.
+
+    ``make`` is called with a block's parameters to offload and returns their :class:`FlatParameter`. It is called for
+    each block before the next block is taken from the iterable.
 
     Parameters stay on the device if several blocks use them, if they share memory with other tensors, or if they are
     not plain contiguous memory. A parameter of several blocks is detected at its second block and then put back on the

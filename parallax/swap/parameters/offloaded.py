@@ -172,11 +172,13 @@ class OffloadedParameters:
         return self.block_of_memory(tensor) is not None
 
     def block_of_memory(self, tensor: Tensor) -> int | None:
-        """Return the block whose memory ``tensor`` shares; None if it shares no memory with offloaded parameters."""
+        """Return the index of the block whose memory ``tensor`` shares; None if it shares no memory with offloaded
+        parameters.
+        """
         return self._blocks_by_storage.get(id(tensor.untyped_storage()))
 
     def parameter_of(self, block: int, view: Tensor) -> nn.Parameter | None:
-        """Return the parameter of ``block`` that ``view`` is a view of."""
+        """Return the parameter of ``block`` that ``view`` is a view of; None if there is none."""
         return self._flats[block].parameter_at(int(view.storage_offset()) * view.element_size())
 
     def attach(self, block: int, module: nn.Module) -> None:
@@ -532,7 +534,10 @@ class OffloadedParameters:
             self._statistics.stall_seconds += time.perf_counter() - start
 
     def _write_gradient(self, parameter: nn.Parameter, total: Tensor) -> None:
-        """Begin to write ``total``, the sum of a parameter's gradients, without the segments that the sink accepts."""
+        """Begin to write ``total``, the sum of a parameter's gradients, in place of the stored gradient.
+
+        The segments that the :class:`GradientSink` accepts, if there is a sink, are not written.
+        """
         stored = self._flat_of[parameter].gradient(parameter)
         self._reserved = max(0, self._reserved - total.nbytes)
         taken = () if self.sink is None else self.sink.accept(parameter, total)
