@@ -609,7 +609,7 @@ class Plan(Pipeline):
 
 
 def _check_numbers(owner: object, kind: type, *names: str) -> None:
-    """Raise :class:`PlanError` unless the fields ``names`` are finite numbers ≥ 0.
+    """Raise :class:`PlanError` unless the fields ``names`` of ``owner`` are finite numbers ≥ 0.
 
     If ``kind`` is ``int``, they must be whole numbers.
     """

@@ -357,8 +357,10 @@ class ModelProfile:
         return sum(block.trained for block in self.blocks) - self._repeated_numbers(self.ties)
 
     def _repeated_numbers(self, ties: Sequence[tuple[int, tuple[int, ...]]]) -> int:
-        """Return how many parameters the sum over all blocks counts more than once because several blocks
-        share them."""
+        """Return how many parameters the sum over all blocks counts more than once because several blocks share them.
+
+        ``ties`` has the bytes of each shared parameter and the indices of its blocks.
+        """
         users = [(size, blocks, self.blocks[blocks[0]]) for size, blocks in ties if blocks]
         return sum(
             round(size * block.parameters / block.parameter_bytes) * (len(blocks) - 1)
@@ -404,6 +406,9 @@ class ModelProfile:
 
 
 def _repeated(ties: Sequence[tuple[int, tuple[int, ...]]], blocks: Sequence[int]) -> int:
-    """Return the bytes of shared parameters that the sum over ``blocks`` counts more than once."""
+    """Return the bytes of shared parameters that the sum over ``blocks`` counts more than once.
+
+    ``ties`` has, for each shared parameter, its bytes and the indices of its blocks.
+    """
     inside = set(blocks)
     return sum(size * max(0, len(inside.intersection(users)) - 1) for size, users in ties)

@@ -46,7 +46,10 @@ class BatchTimes:
     def between(
         cls, rows: Sequence[int], latency: Sequence[float], stages: Sequence[Sequence[float]]
     ) -> BatchTimes:
-        """Return the times for 1 to ``rows[-1]`` rows, interpolated from the times for each number in ``rows``."""
+        """Return the times for 1 to ``rows[-1]`` rows, interpolated from times that are known for some numbers of rows.
+
+        ``latency`` and each entry of ``stages`` have one time for each number in ``rows``.
+        """
         every = np.arange(1, rows[-1] + 1)
 
         def interpolated(values: Sequence[float]) -> tuple[float, ...]:

@@ -152,7 +152,10 @@ def choose_tier(key: str, requested: str, *, device_is_ram: bool) -> Tier:
 
 
 def check_tier(key: str, requested: str, *, without: Tier | None = None) -> None:
-    """Raise :class:`ConfigError` unless ``requested`` is auto or the name of a tier other than ``without``."""
+    """Raise :class:`ConfigError` unless ``requested`` is auto or the name of a tier other than ``without``.
+
+    The error names the setting ``key``.
+    """
     check_choice(
         key, requested, [AUTO, *(name for name, tier in TIERS.items() if tier is not without)]
     )

@@ -441,7 +441,8 @@ class _Fit:
         return np.asarray((np.log(predicted) - self.measured) / NOISE)
 
     def jacobian(self, point: Vector) -> Vector:
-        """Return the derivatives of the residuals, shape (observations, coefficients).
+        """Return the derivatives of the residuals with respect to the point, at ``point``, with shape (observations,
+        coefficients).
 
         For a coefficient at its bound, the derivative is one-sided.
         """
@@ -498,16 +499,21 @@ class _Fit:
         return loss, point
 
     def slope(self, point: Vector, residuals: Vector) -> tuple[Vector, Vector]:
-        """Return half of the loss's Hessian, in the Gauss–Newton approximation, and half of the loss's gradient."""
+        """Return half of the loss's Hessian, in the Gauss–Newton approximation, and half of the loss's gradient, both
+        at ``point``.
+
+        ``residuals`` are those at ``point``.
+        """
         slopes = self.jacobian(point)
         weights = OUTLIER / np.maximum(OUTLIER, np.abs(residuals))
         curvature = slopes.T @ (weights[:, None] * slopes) + np.diag(self.precision)
         return curvature, slopes.T @ (weights * residuals) + self.precision * point
 
     def step(self, point: Vector, curvature: Vector, gradient: Vector, damping: float) -> Vector:
-        """Return the point after a damped step.
+        """Return the point that one damped step from ``point`` leads to.
 
-        A coefficient at its bound stays there if its gradient points outward.
+        ``curvature`` and ``gradient`` are the results of :meth:`slope`. More ``damping`` makes the step smaller. A
+        coefficient at its bound stays there if its gradient points outward.
         """
         free = (point < self.highest) | (gradient > 0)
         system = (curvature + damping * np.diag(np.diag(curvature)))[np.ix_(free, free)]

@@ -24,10 +24,11 @@ def all_reduce_seconds(count: float, ranks: Sequence[int], cluster: Cluster) -> 
 
 
 def all_reduce_parts(count: float, ranks: Sequence[int], cluster: Cluster) -> tuple[float, float]:
-    """Return the seconds that an all-reduce spends inside the nodes, and the seconds between them.
+    """Return the seconds that an all-reduce of ``count`` bytes spends inside the nodes, and the seconds between the
+    nodes.
 
-    If nodes hold different numbers of the ranks, the fullest node is the slowest inside, and the emptiest node has the
-    largest shards to send over the network.
+    If nodes hold different numbers of the ranks, the node with the most ranks is the slowest inside, and the node with
+    the fewest ranks has the largest shards to send over the network.
     """
     if len(ranks) < 2 or count <= 0:
         return 0.0, 0.0
@@ -51,9 +52,9 @@ def _inside(count: float, members: int, cluster: Cluster, node: int) -> float:
 
 
 def broadcast_seconds(count: float, members: int, link: Link) -> float:
-    """Return the seconds in which each of ``members`` ranks, one after another, broadcasts a shard of ``count`` bytes.
+    """Return the seconds in which each of ``members`` ranks, one after another, broadcasts its shard over ``link``.
 
-    Messages are forwarded from rank to rank in a pipeline.
+    The shards of all ranks together have ``count`` bytes. Messages are forwarded from rank to rank in a pipeline.
     """
     return (
         members * link.latency_seconds + count / link.bytes_per_second
@@ -68,8 +69,8 @@ def link_among(ranks: Sequence[int], cluster: Cluster) -> Link:
 
 
 def _half_ring(count: float, members: int, link: Link) -> float:
-    """Return the seconds of a reduce-scatter or an all-gather of ``count`` bytes.
+    """Return the seconds of a reduce-scatter or an all-gather of ``count`` bytes over ``members`` ranks.
 
-    It consists of ``members`` − 1 messages of one shard, one after another.
+    It consists of ``members`` − 1 messages, one after another, each of 1/``members`` of the bytes.
     """
     return (members - 1) * (link.latency_seconds + count / members / link.bytes_per_second)

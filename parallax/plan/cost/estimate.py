@@ -161,7 +161,10 @@ def _terms(
 def _fullest(
     profile: ModelProfile, directive: Directive, rows: int, micro_batches: int, stages: int
 ) -> int:
-    """Return the bytes of the largest stage in the partition that minimizes them."""
+    """Return the bytes of the largest of ``stages`` stages, in the partition of the blocks that minimizes these bytes.
+
+    All blocks have the same ``directive``. ``rows`` is the rows of a micro-batch.
+    """
     schedule = _schedule(profile)
     in_flight_by_stage = [
         schedule.in_flight(stages, stage, micro_batches) for stage in range(stages)
@@ -209,7 +212,11 @@ class _ChainPartitioner:
     def partition(
         self, limit: float, in_flight_by_stage: Sequence[int]
     ) -> list[tuple[int, int]] | None:
-        """Return the blocks (first, last + 1) of each stage, at least one per stage; None if no partition fits."""
+        """Return the blocks (first, last + 1) of each stage, at least one per stage; None if no partition fits.
+
+        No stage has more than ``limit`` bytes. ``in_flight_by_stage`` has the number of micro-batches in flight on each
+        stage.
+        """
         bounds, start, blocks = [], 0, len(self._static)
         for stage, in_flight in enumerate(in_flight_by_stage):
             most = blocks - (len(in_flight_by_stage) - stage - 1)
@@ -221,8 +228,10 @@ class _ChainPartitioner:
         return bounds if start == blocks else None
 
     def _reach(self, start: int, most: int, limit: float, in_flight: int) -> int:
-        """Return the index after the last block of the longest stage that
-        begins at block ``start`` and fits ``limit``.
+        """Return the index after the last block of the longest stage from block ``start`` that fits ``limit`` bytes.
+
+        The index is at most ``most``. If not even block ``start`` fits, the result is ``start``. ``in_flight``
+        micro-batches are in flight on the stage.
         """
         stop, total, work = start, self._enters[start], 0.0
         for index in range(start, most):

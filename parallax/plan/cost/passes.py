@@ -167,9 +167,10 @@ class Passes:
         return Rise(most, now)
 
     def _change(self, kind: Kind, index: int, block: BlockLoad) -> tuple[int, int]:
-        """Return the bytes by which the pass of one block changes the saved activations.
+        """Return the bytes that the pass of block ``index`` adds to the saved activations, and how many of them the
+        loss has saved.
 
-        The second number is the part of them that the loss has saved.
+        A number is negative if the pass frees bytes.
         """
         if kind is Kind.FORWARD:
             return block.kept_bytes, block.loss_bytes

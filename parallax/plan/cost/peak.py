@@ -57,15 +57,17 @@ def with_kept(terms: dict[str, int], device: Device) -> tuple[dict[str, int], bo
 
 
 def bytes_above_budget(terms: dict[str, int], device: Device) -> int:
-    """Return the bytes by which a rank's peak would exceed its budget if the allocator kept freed memory.
+    """Return the bytes by which a rank's peak would exceed its budget if the allocator kept freed memory; below 0 if it
+    fits.
 
-    See :func:`with_kept`.
+    ``terms`` are the bytes of the peak by term, without the freed memory (see :func:`with_kept`).
     """
     return sum(terms.values()) + _kept_bytes(terms, device) - device.memory_bytes
 
 
 def _kept_bytes(terms: dict[str, int], device: Device) -> int:
-    """Return the bytes of freed memory that malloc keeps and of gaps between allocations.
+    """Return the bytes of freed memory that malloc keeps and of gaps between allocations, for a peak with these
+    ``terms``.
 
     The formula was fitted to measurements.
     """

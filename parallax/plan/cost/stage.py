@@ -335,7 +335,10 @@ def load_planned(
     visits: Visits = EACH_MICRO_BATCH,
     boundaries_held: int = 0,
 ) -> StageLoad:
-    """Return the cost of ``stage``, a stage of a plan, for micro-batches of ``rows`` rows."""
+    """Return the cost of ``stage``, a stage of a plan, for micro-batches of ``rows`` rows.
+
+    The other arguments are those of :func:`load_stage`.
+    """
     return load_stage(
         profile,
         stage.start,

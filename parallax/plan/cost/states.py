@@ -151,7 +151,10 @@ class Sizes(NamedTuple):
 
 
 def tied_bytes(ties: Sequence[tuple[int, tuple[int, ...]]], start: int, stop: int) -> int:
-    """Return the bytes of parameters of the blocks ``start`` to ``stop`` − 1 that several blocks share."""
+    """Return the bytes of the parameters that several blocks share and that the blocks ``start`` to ``stop`` − 1 use.
+
+    ``ties`` has, for each shared parameter, its bytes and the indices of its blocks.
+    """
     return sum(size for size, users in ties if any(start <= user < stop for user in users))
 
 
@@ -218,7 +221,7 @@ def load_states(
 
 
 def _state_bucket_bytes(profile: ModelProfile, sizes: Sizes) -> int:
-    """Return the largest bytes of parameters whose states are fetched together."""
+    """Return the most bytes of parameters whose states are fetched to the device together."""
     return max(STATE_BUCKET_BYTES, 0 if profile.divides else sizes.parameter)
 
 
@@ -283,7 +286,7 @@ def _fetched_bytes(
 def _offloaded_bytes(
     profile: ModelProfile, sizes: Sizes, offload: OffloadFractions
 ) -> tuple[int, int, int]:
-    """Return the bytes of offloaded parameters, and an upper and a lower bound on the bytes of their gradients."""
+    """Return three numbers of bytes: the offloaded parameters, and an upper and a lower bound on their gradients."""
     streamed = sizes.offloaded(offload.parameters)
     gone = math.floor(sizes.most_trained(streamed) * profile.gradient_bytes)
     surely_gone = math.floor(sizes.least_trained(streamed) * profile.gradient_bytes)

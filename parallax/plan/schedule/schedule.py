@@ -44,7 +44,8 @@ class Ramp:
         """Return the time to fill and drain the pipeline, as a fraction of the seconds per micro-batch of all pipeline
         ranks except the slowest.
 
-        ``weight_share`` is the fraction of these seconds in weight-gradient passes.
+        ``weight_share`` is the fraction of these seconds in weight-gradient passes. ``interleave`` is the number of
+        virtual stages per pipeline rank, which divides the time.
         """
         return max(0.0, 1 - self.weight_savings * weight_share) / interleave
 

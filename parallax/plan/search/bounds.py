@@ -301,7 +301,10 @@ class StepBound:
 
     def _deferred(self, shape: Shape, rows: _Rows, replicas: int) -> float:
         """Return an upper bound on the seconds of weight-gradient passes that all ranks together can defer, per
-        micro-batch."""
+        micro-batch.
+
+        ``replicas`` is the replica count of the pipeline rank with the most replicas.
+        """
         if not shape.split:
             return 0.0
         allowed = self.request.allowed

@@ -251,7 +251,11 @@ class ExactStageFitter:
     def _fastest(
         self, start: int, stop: int, where: StageSetting, offload: OffloadFractions
     ) -> StageChoice | None:
-        """Return the choice of directives with the least seconds per micro-batch; None if nothing fits."""
+        """Return the choice of directives for the blocks ``start`` to ``stop`` − 1 with the least seconds per
+        micro-batch.
+
+        The result is None if nothing fits.
+        """
         if Directive.KEEP in self._allowed:
             choice = self._evaluate(start, (Directive.KEEP,) * (stop - start), where, offload)
             if choice is not None:
@@ -284,8 +288,10 @@ class ExactStageFitter:
         return None
 
     def least_bytes(self, start: int, stop: int, where: StageSetting) -> float:
-        """Return the smallest device memory, in bytes, in which the stage runs; infinite if the offload tier is too
-        small."""
+        """Return the smallest device memory, in bytes, in which a stage of the blocks ``start`` to ``stop`` − 1 runs.
+
+        The result is infinite if the offload tier is too small.
+        """
         return min(self._least(start, stop, where, offload) for offload in self._host_states)
 
     def _least(
@@ -321,8 +327,11 @@ class ExactStageFitter:
     def _waiting(
         self, front: _Front, start: int, stop: int, where: StageSetting, offload: OffloadFractions
     ) -> Floats:
-        """Return, for each choice, the seconds per micro-batch that a backward waits because no memory is free to
-        prefetch."""
+        """Return, for each choice in ``front``, the seconds per micro-batch that a backward waits for offloaded
+        activations.
+
+        The backward waits if no memory is free to prefetch them. Otherwise the seconds are 0.
+        """
         moved, largest = front.columns[:, _MOVED], front.columns[:, _LARGEST]
         free_bytes = buffer_bytes(largest, where.in_flight * moved)
         buffered = (
@@ -343,9 +352,9 @@ class ExactStageFitter:
         offload: OffloadFractions,
         limit: Floats | None = None,
     ) -> Floats:
-        """Return the device bytes of each choice. The sum is the same as in :meth:`StageLoad.peak_bytes`.
+        """Return the device bytes of each choice in ``front``, by the same sum as :meth:`StageLoad.peak_bytes`.
 
-        Without ``limit``, the smallest possible swap limit is used.
+        ``limit`` has the swap limit of each choice. Without ``limit``, the smallest possible swap limits are used.
         """
         static, boundary, _, _ = self._base(start, stop, where, offload)
         columns = front.columns

@@ -269,7 +269,11 @@ class GreedySearch:
         options: StageOptions,
         weights: tuple[float, ...] = (),
     ) -> Solved | None:
-        """Return the pipeline with these ``replicas`` whose slowest pipeline rank takes the least time."""
+        """Return the pipeline with these ``replicas`` whose slowest pipeline rank takes the least time; None if nothing
+        fits.
+
+        ``replicas`` has the replica count of each pipeline rank. The other arguments are those of :meth:`solve`.
+        """
         weights = weights or (1.0,) * shape.pipeline_ranks
         solve = self._assign_evenly if shape.interleave > 1 else self._fill
         best = solve(shape, replicas, ceiling, options, weights).places
@@ -297,9 +301,10 @@ class GreedySearch:
         options: StageOptions,
         weights: Sequence[float],
     ) -> _Filled:
-        """Fill pipeline ranks with blocks, beginning with the last.
+        """Fill pipeline ranks with as many blocks as fit, beginning with the last pipeline rank, and return the result.
 
-        No pipeline rank may cost more than ``ceiling`` seconds divided by its weight.
+        ``replicas`` has the replica count of each pipeline rank. No pipeline rank may cost more than ``ceiling``
+        seconds divided by its weight.
         """
         self.filled += shape.pipeline_ranks
         in_flight_by_stage, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
@@ -346,7 +351,11 @@ class GreedySearch:
         options: StageOptions,
         weights: Sequence[float],
     ) -> _Filled:
-        """Partition the blocks into stages of nearly equal seconds, and assign these to the pipeline ranks in turn."""
+        """Partition the blocks into stages of nearly equal seconds, and assign these to the pipeline ranks in turn.
+
+        The result is empty if a pipeline rank does not fit its memory, or costs more than ``ceiling`` divided by its
+        weight.
+        """
         places = []
         for (parts, fitter, _), weight in zip(self._even_parts(shape, replicas, options), weights):
             fitted = fitter.find(parts)
@@ -440,7 +449,9 @@ class GreedySearch:
         places: Sequence[_PipelineRankPlace],
         options: StageOptions,
     ) -> Candidate | None:
-        """Return the pipeline with its score; None if a stage does not fit when its bytes are computed exactly."""
+        """Return the pipeline that ``places`` describes, with its score; None if a stage does not fit when its bytes
+        are computed exactly.
+        """
         stages: dict[int, StagePlan] = {}
         slowest = total = tail = work = 0.0
         firsts = list(accumulate(replicas, initial=0))
@@ -474,9 +485,9 @@ class GreedySearch:
         replicas: int,
         options: StageOptions,
     ) -> list[StageChoice]:
-        """Return the stages of one pipeline rank, each verified on its own share of the device's memory.
+        """Return the stages of the pipeline rank ``place``, each verified on its own share of the device's memory.
 
-        The list is empty if one of them does not fit.
+        ``first`` is the pipeline rank's first device. The list is empty if one of the stages does not fit.
         """
         device = self.request.device(first, first + replicas)
         directives = place.fitted.directives(place.parts, options.allowed)

@@ -131,7 +131,7 @@ def _larger_tier(request: Request, tier: int, fits: Fits) -> Iterator[str]:
 
 
 def _with_capacity(request: Request, memory: int, tier: int) -> Cluster:
-    """Return the same cluster with at least these bytes on each device and in each tier."""
+    """Return the same cluster with at least ``memory`` bytes on each device and ``tier`` bytes in each offload tier."""
     return request.cluster.with_devices(
         replace(
             device,

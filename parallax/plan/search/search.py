@@ -241,6 +241,7 @@ def find_candidates(
     """Return the pipelines that may be the best, over all orders of the devices.
 
     For small requests, the result includes the ``most`` pipelines with the best scores by the formula, found exactly.
+    ``forecasts`` collects the full predictions made on the way; the caller may use them afterwards.
     """
     timed: list[Timed] = []
     best: list[Candidate] = []

@@ -133,7 +133,7 @@ class Simulator:
         return work
 
     def rescale(self, work: Transfer, resource: Resource, factor: float) -> None:
-        """Change the relative speed of running ``work`` to ``factor``."""
+        """Change the relative speed of ``work``, which runs on ``resource``, to ``factor``."""
         if work.done or work.factor == factor:
             return
         resource.advance(self.now, 0)

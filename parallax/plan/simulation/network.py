@@ -136,7 +136,9 @@ class Network:
         yield from self._together(ranks, *all_reduce_parts(count, ranks, self._cluster))
 
     def broadcast(self, ranks: Sequence[int], count: float) -> Routine:
-        """Simulate broadcasts in which each of ``ranks`` sends its shard of ``count`` bytes to the others."""
+        """Simulate broadcasts in which each of ``ranks`` sends its shard to the others. The shards together have
+        ``count`` bytes.
+        """
         link = link_among(ranks, self._cluster)
         seconds = broadcast_seconds(count, len(ranks), link)
         inside = len({self._cluster.node_of[rank] for rank in ranks}) < 2
@@ -195,7 +197,10 @@ class Network:
         return [self._links["local", sender, receiver]]
 
     def _remote(self, direction: str, rank: int) -> Resource:
-        """Return a rank's link to or from other nodes, which may be shared by all ranks of the node."""
+        """Return a rank's link to other nodes (``direction`` is out) or from them (in).
+
+        All ranks of a node may share this link.
+        """
         if not self._cluster.remote_ways:
             return self._links[direction, rank, 0]
         key = f"node {direction}", self._cluster.node_of[rank], 0

@@ -377,7 +377,10 @@ def _stall(cluster: Cluster, pipeline: Pipeline, loads: Mapping[int, StageLoad])
 def _exposed_reduction(
     profile: ModelProfile, cluster: Cluster, ranks: Sequence[int], loads: Sequence[StageLoad]
 ) -> float:
-    """Return the seconds of gradient reduction that do not overlap with the last micro-batch's backward."""
+    """Return the seconds of gradient reduction that do not overlap with the last micro-batch's backward.
+
+    ``ranks`` are the ranks of one pipeline rank, and ``loads`` are the costs of its stages.
+    """
     gradients = sum(load.trained_bytes for load in loads) * profile.gradient_bytes
     hidden = sum(block.backward_seconds for block in loads[0].blocks)
     return max(0.0, all_reduce_seconds(gradients, ranks, cluster) - hidden)
@@ -392,7 +395,8 @@ def _update_seconds(
 ) -> float:
     """Return the seconds of the optimizer's step, including the broadcast of new parameters if states are sharded.
 
-    With ``hidden``, the time that the next forward waits for transfers of offloaded states is left out.
+    ``loads`` has the cost of each stage of the pipeline rank. With ``hidden``, the time that the next forward waits for
+    transfers of offloaded states is left out.
     """
     ranks = pipeline.ranks(pipeline_rank)
     link = link_among(ranks, cluster)

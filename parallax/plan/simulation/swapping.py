@@ -101,8 +101,10 @@ class SimulatedSwap:
         self._brought = held
 
     def release(self, share: float) -> None:
-        """Free a fraction ``share`` of the activations of the block fetched last, and prefetch into the freed
-        memory."""
+        """Free a fraction ``share`` of the activations of the block that :meth:`bring` waited for last.
+
+        The freed memory is used to prefetch.
+        """
         held = self._brought
         self._resident -= held.size * share
         if held.state != "spared":
