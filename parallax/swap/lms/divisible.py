@@ -178,7 +178,10 @@ def _step_in_pieces(twin: Optimizer, trained: list[Tensor], given: Arguments) ->
 
 
 def _with_closure(given: Arguments, set_gradients: Callable[[], None]) -> Arguments:
-    """Return step arguments with a closure that sets gradients, in place of the training loop's closure."""
+    """Return the step arguments ``given`` with another closure in place of the training loop's.
+
+    This closure calls ``set_gradients`` and returns a constant as the loss.
+    """
 
     def closure() -> float:
         set_gradients()

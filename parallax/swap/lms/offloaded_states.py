@@ -126,7 +126,7 @@ def yet_to_be_made(
 ) -> int | None:
     """Return the bytes of the states that the first step of ``parameter`` will create and that are worth offloading.
 
-    The result is None if the number is unknown.
+    ``group`` is the parameter's group in ``optimizer``. The result is None if the number is unknown.
     """
     made, gradient = _MADE.get(type(optimizer)), parameter.grad
     if made is None or not _known(parameter) or gradient is None or not _dense(gradient):
@@ -217,7 +217,9 @@ class OffloadedStates(dict[Any, Any]):
         return self._live().items()
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return one value. If it is offloaded, all tensors are restored."""
+        """Return the value of ``key``, or ``default`` if there is none. If the value is offloaded, all tensors are
+        restored.
+        """
         if key not in self:
             return default
         return self[key]
@@ -345,8 +347,10 @@ class OffloadedStates(dict[Any, Any]):
         return place.tensor(found)
 
     def _wait(self, place: _StatePlace) -> None:
-        """Wait for a transfer. If it is a write that fails, the error is ignored as long as the device still has the
-        bytes."""
+        """Wait for the transfer of one tensor.
+
+        If it is a write that fails, the error is ignored as long as the device still has the bytes.
+        """
         try:
             place.pending.wait()
         except SwapError:

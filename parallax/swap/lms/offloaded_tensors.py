@@ -200,8 +200,11 @@ def _call_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _call_fetched(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Fetch the offloaded tensors among the arguments, call the function, put the gradients back, and return the
-    function's result."""
+    """Fetch the offloaded tensors among the arguments, call ``func``, put the gradients back, and return the result of
+    ``func``.
+
+    ``name`` is the name of ``func``.
+    """
     weights: dict[TensorOwner, list[nn.Parameter]] = {}
     gradients: list[OffloadedGradient] = []
     for each in _offloaded_in((*args, *kwargs.values())):

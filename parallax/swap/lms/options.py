@@ -83,7 +83,9 @@ class Options:
         )
 
     def _usual_bytes(self, limit: int) -> int:
-        """Return the capacity of the offload tier for ``tier_bytes=auto``."""
+        """Return the capacity of the offload tier, in bytes, for ``tier_bytes=auto``. ``limit`` is the limit of device
+        memory.
+        """
         free = self.tier.free_bytes(self.directory, available_memory())
         return min(free // 2, _HOST_LIMITS * limit) if self.tier.in_ram else free * 8 // 10
 

@@ -252,8 +252,11 @@ class Swapping:
     def _offload(
         self, stack: contextlib.ExitStack, store: Store, limit: int
     ) -> OffloadedModel | None:
-        """Offload the model's parameters until ``stack`` exits, and return them. Return None if ``parameters`` is not
-        set."""
+        """Offload the model's parameters until ``stack`` exits, and return them; None if the option ``parameters`` is
+        not set.
+
+        ``limit`` is the limit of device memory in bytes.
+        """
         if not self._options.parameters:
             return None
         scope = weakref.ref(self)
@@ -454,9 +457,9 @@ class _Recount:
         self._due = True
 
     def forward(self) -> None:
-        """Recount if a forward has begun since the last backward.
+        """Recount if no forward has saved a tensor since the last backward.
 
-        This is called for each saved tensor, also in a forward that is recomputed in a backward.
+        The method is called for each saved tensor. Tensors of a forward that is recomputed in a backward are ignored.
         """
         if self._due and not in_backward():
             self._due = False

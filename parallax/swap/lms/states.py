@@ -239,9 +239,9 @@ class OptimizerStates:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
         """Hook before a step: step all pieces except the last, and return the arguments with which torch steps the last
-        one.
+        piece.
 
-        The result is None for a stand-in, whose step is not divided again.
+        The result is None for a stand-in, because its step is not divided again.
         """
         if optimizer is not self._optimizer:
             return None  # a stand-in, whose step calls a step that has hooks again

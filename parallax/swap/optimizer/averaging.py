@@ -37,7 +37,7 @@ def averaging(optimizer: Optimizer) -> Optimizer:
 
 
 def set_share(optimizer: Optimizer, share: float | None) -> None:
-    """Set the fraction of the new weights in the averages that the next step computes.
+    """Set the fraction ``share`` that the new weights have in the averages that the next step computes.
 
     With None, the next step exchanges weights and averages and does nothing else.
     """

@@ -293,7 +293,7 @@ class StatesInStore:
             each.clear()
 
     def unload(self, bucket: Bucket) -> None:
-        """Release states that were loaded but not changed. The stored states remain valid."""
+        """Release the states of ``bucket`` that were loaded but not changed. The stored states remain valid."""
         flat = self._loaded.pop(bucket, None)
         if flat is not None:
             bucket.unload(flat)

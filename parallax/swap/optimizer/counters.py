@@ -88,6 +88,9 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parts(key: str) -> tuple[str, str | None]:
-    """Return the name of a saved state without its type suffix, and the suffix. The suffix is None if there is none."""
+    """Return the name of the saved state ``key`` without its type suffix, and the suffix.
+
+    If the key has no type suffix, the second result is None.
+    """
     suffix = next((each for each in _TYPES if key.endswith(each)), None)
     return (key if suffix is None else key.removesuffix(suffix)), suffix

@@ -122,7 +122,10 @@ class FlatParameter:
         return self._gradients[parameter]
 
     def clear_gradients(self, *, to_none: bool) -> None:
-        """Set gradients to zero or None, except those that a running step uses. That step sets them to zero itself."""
+        """Set the gradients to None or, without ``to_none``, those that exist to zeros.
+
+        Gradients that a running step uses are left out. That step sets them to zero itself.
+        """
         for parameter in self._given:
             parameter.grad = None
             if not any(chunk.updating for chunk in self.chunks if chunk.holds(parameter)):

@@ -356,9 +356,10 @@ class OffloadedParameters:
         return self._flat_of[parameter].gradient(parameter)
 
     def zero_gradients(self, *, set_to_none: bool = False) -> None:
-        """Set gradients to zero or None before a step, except those that a running optimizer step uses and then zeroes.
+        """Set the gradients to None or, without ``set_to_none``, those that exist to zeros.
 
-        The order in which the last step used the blocks becomes the expected order of the next step.
+        Gradients that a running optimizer step uses are left out. That step sets them to zero itself. The order in
+        which the last step used the blocks becomes the expected order of the next step.
         """
         with self.lock:
             while self._pending:

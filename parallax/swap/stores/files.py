@@ -20,7 +20,7 @@ def private_file(directory: Path, remedies: Remedies = ENGINE) -> int:
     """Return the handle of a new file in ``directory`` that is already unlinked.
 
     The file is opened relative to a handle of the directory. So no other process can replace the directory between the
-    check and the opening.
+    check and the opening. ``remedies`` has the advice for error messages.
     """
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def _unusable(directory: Path, error: OSError, remedies: Remedies) -> SwapError:
 
 
 def _make_private(folder: int, directory: Path, remedies: Remedies) -> None:
-    """Restrict access to the folder to its owner.
+    """Restrict access to the folder with the handle ``folder`` to its owner. ``directory`` is its path, for errors.
 
     Raises :class:`SwapError` if another user owns the folder. It also raises this error if other users can access the
     folder and it already contains files that are not swap files.
@@ -95,7 +95,10 @@ def _make_private(folder: int, directory: Path, remedies: Remedies) -> None:
 
 
 def _remove_files(folder: int) -> None:
-    """Unlink this process's swap file, and those of processes that were killed before they could unlink theirs."""
+    """Unlink this process's swap file, and those of processes that were killed before they could unlink theirs.
+
+    ``folder`` is the handle of the folder.
+    """
     for name in os.listdir(folder):
         if name.startswith(_PREFIX):
             with contextlib.suppress(FileNotFoundError):

@@ -104,7 +104,10 @@ class SlotMap:
         return found
 
     def _take_gap(self, index: int, size: int) -> tuple[int, int]:
-        """Allocate ``size`` bytes at the start of a gap, or the whole gap if it is smaller."""
+        """Allocate ``size`` bytes at the start of the gap ``index``, or the whole gap if it is smaller.
+
+        Return the allocated range as (offset, bytes).
+        """
         length, offset = self._sorted.pop(index)
         del self._gaps[offset], self._ends[offset + length]
         if length > size:
@@ -112,7 +115,10 @@ class SlotMap:
         return offset, min(length, size)
 
     def _free(self, offset: int, size: int) -> None:
-        """Mark bytes as free and merge them with adjacent gaps. Free bytes at the end shorten the address range."""
+        """Mark ``size`` bytes from ``offset`` as free and merge them with adjacent gaps.
+
+        Free bytes at the end shorten the address range.
+        """
         before, behind = self._ends.get(offset), self._gaps.get(offset + size)
         if before is not None:
             self._remove(before)
