@@ -72,7 +72,7 @@ class BucketWeights(Protocol):
 
     In a step of the host optimizer, ``reduced``, ``commit`` and ``wait`` are called on the main thread. These methods
     are called on the optimizer's thread, in this order: ``tensors_to_step``, ``round_masters``, ``exchange_tensors``,
-    ``publish``. If another replica steps the bucket, only ``exchange_tensors`` and ``publish`` are called here.
+    ``publish``. If another replica steps the bucket, this replica calls only ``exchange_tensors`` and ``publish``.
     """
 
     @property

@@ -159,8 +159,8 @@ class Evictor:
     def finish_writes(self) -> None:
         """Free the device copies of records whose writes have ended.
 
-        Also subtract, from the bytes on the device, the copies that code outside the swap manager has released since
-        the last call.
+        The bytes of copies that code outside the swap manager has released since the last call are also subtracted from
+        the bytes on the device.
         """
         if self._held and (freed := self._held.take_freed_bytes()):
             self._accounting.add_resident(-freed)

@@ -80,7 +80,8 @@ def size_or_auto(key: str, value: Any) -> int | None:
 def whole(key: str, value: Any, *, least: int = 0) -> int:
     """Return ``value`` as a whole number.
 
-    Raises :class:`ConfigError`, which names the argument ``key``, if it is not one or is below ``least``.
+    Raises :class:`ConfigError`, which names the argument ``key``, if ``value`` is no whole number or is below
+    ``least``.
     """
     count = _whole(value)
     if count is None or count < least:
