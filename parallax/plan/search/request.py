@@ -243,8 +243,10 @@ class Request:
 
     @property
     def _on_device(self) -> tuple[OffloadFractions, ...]:
-        """The fractions to try if no state is offloaded: with optimizer states sharded over the replicas, without, or
-        both.
+        """The fractions to try if no state is offloaded.
+
+        Depending on ``plan.shard``, they shard optimizer states over the replicas, do not shard them, or both are
+        tried.
         """
         return {"none": (ALL_ON_DEVICE,), "optimizer": (SHARDED,)}.get(
             self.config.shard, (ALL_ON_DEVICE, SHARDED)
@@ -388,7 +390,7 @@ class Request:
         return shape.schedule.ramp.left(self._weight_share, shape.interleave)
 
     def score(self, shape: Shape, slowest: float, total: float, tail: float, work: float) -> Score:
-        """Return the predicted seconds of a step twice: as the cores are, and as if every rank had its own cores.
+        """Return the predicted seconds of a step with shared cores, and the same if every rank had its own cores.
 
         The formula is in the docstring of this module.
 
