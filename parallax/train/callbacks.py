@@ -48,7 +48,8 @@ class TrainingRun:
 
     ``metrics``: the figures of the last step, as in ``metrics.jsonl``. ``validation``: the figures of the last
     evaluation; empty before the first. ``checkpoint``: the last checkpoint that became complete since this process
-    started. ``ended``: why the run ends, set in ``on_run_end``.
+    started. ``ended``: why the run ends, as ``ended`` in the run's summary; empty before ``on_run_end``.
+    ``total_steps``: the number of steps of the whole run.
     """
 
     def __init__(self, engine: Engine, directory: Path, total_steps: int) -> None:
@@ -99,7 +100,8 @@ class TrainingRun:
         self._requests[_EVALUATE] = ""
 
     def take_requests(self) -> dict[str, str]:
-        """Return the requests that were made since the last call of this method: kind of request → reason."""
+        """Return the requests that callbacks of this rank have made since the last call of this method, as a mapping
+        from the kind of a request (stop, save, evaluate) to its reason, which may be empty."""
         taken, self._requests = self._requests, {}
         return taken
 
@@ -125,7 +127,7 @@ class Callback(Protocol):
         """Called when ``run.checkpoint`` is complete."""
 
     def on_run_end(self, run: TrainingRun) -> None:
-        """Called after the last step, with ``run.ended``, unless the run fails."""
+        """Called after the last step, unless the run fails. ``run.ended`` tells why the run ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +201,8 @@ def build_callbacks(entries: Sequence[Any]) -> list[NamedCallback]:
 
 
 class Callbacks:
-    """The callbacks of one rank's loop. ``report(key, text)`` is called for each error that does not end the run."""
+    """The callbacks of one rank's loop. ``report(key, text)`` is called for each error that does not end the run:
+    ``key`` names the callback, ``text`` tells the error."""
 
     def __init__(
         self,
@@ -252,18 +255,19 @@ class Callbacks:
                 self._guarded(each, "load_state_dict", partial(load, states[each.name]))
 
     def stop_requested(self) -> int:
-        """Return 1 if a callback of this rank wants the run to end after this step."""
+        """Return 1 if a callback of this rank has requested that the run ends after this step, otherwise 0."""
         self._take()
         return int(_STOP in self._requests)
 
     def columns(self) -> dict[str, float]:
-        """Return this rank's requests as numbers, for the exchange with the other ranks."""
+        """Return, for each kind of request (stop, save, evaluate), 1 if a callback of this rank has made such a
+        request, otherwise 0. The ranks exchange these numbers."""
         self._take()
         return {key: float(key in self._requests) for key in (_STOP, _SAVE, _EVALUATE)}
 
     def agree(self, columns: Mapping[str, Sequence[float]], mesh: Mesh) -> None:
-        """Collect the requests of all ranks. ``columns``: the result of :meth:`columns` on each rank. All ranks must
-        call this method."""
+        """Store the requests of all ranks, so that all of them act on the same requests. ``columns``: for each key of
+        :meth:`columns`, the numbers of all ranks. All ranks must call this method."""
         self._saves, self._evaluates = (
             self._saves or any(columns[_SAVE]),
             self._evaluates or any(columns[_EVALUATE]),
@@ -285,8 +289,9 @@ class Callbacks:
         self._requests |= self.run.take_requests()
 
     def _guarded(self, named: NamedCallback, hook: str, call: Callable[[], Any]) -> Any:
-        """Return the result of ``call``. If ``call`` raises an error, the report names the callback, the hook and the
-        rank. Then ``on_error`` decides whether the error ends the run."""
+        """Return the result of ``call``, which calls the method ``hook`` of the callback ``named``. If ``call`` raises
+        an error and ``on_error`` is stop, raise :class:`CallbackError`, which names the callback, the hook and the
+        rank. If ``on_error`` is note, report the error under these names, and return None."""
         with self._watchdog.phase(f"{hook} of the callback {printable(named.name)}"):
             try:
                 return call()
@@ -328,7 +333,8 @@ def _named(callback: Callback | NamedCallback) -> NamedCallback:
 
 
 def _unique(callbacks: Iterator[NamedCallback]) -> Iterator[NamedCallback]:
-    """Yield the callbacks. Repeated names get a number, because the states in checkpoints are saved by name."""
+    """Yield the callbacks with unique names: if several have the same name, a number is added to the name of each but
+    the first, because the states in checkpoints are saved by name."""
     seen: dict[str, int] = {}
     for each in callbacks:
         count = seen[each.name] = seen.get(each.name, 0) + 1

@@ -9,8 +9,9 @@ from parallax.train.stop import Agreed
 
 
 class TrackedMetric:
-    """The values of ``metric`` so far, equal on all ranks, and the best of them. Checkpoints hold this state, so a
-    resumed run ends after the same evaluation as an uninterrupted one."""
+    """The best value of ``metric`` in the evaluations so far, and the number of evaluations since then; both are equal
+    on all ranks. ``higher``: whether higher values are better. Checkpoints hold this state, so a resumed run ends after
+    the same evaluation as an uninterrupted one."""
 
     def __init__(self, metric: str, *, higher: bool) -> None:
         self.metric, self._higher = metric, higher

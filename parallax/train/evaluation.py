@@ -101,7 +101,8 @@ class HeldOut:
             left -= len(batch)
 
     def _batches(self) -> Iterator[Rows]:
-        """Yield batches until the source ends or repeats its first batch."""
+        """Yield the batches of a source that does not tell its number of rows, until it ends or repeats its first
+        batch."""
         first: RowDigest | None = None
         short = False
         for index in itertools.islice(itertools.count(), self._most or MOST_BATCHES):

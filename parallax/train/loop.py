@@ -667,8 +667,9 @@ def _metrics(line: StepLine, result: StepResult) -> dict[str, Any]:
 
 
 def _of_ranks(columns: Mapping[str, Sequence[float]], budgets: Sequence[int]) -> dict[str, float]:
-    """Return the memory, the utilisation and the waits of each rank. Utilisation is 0 if a rank's computing time is
-    unknown."""
+    """Return figures for the loggers, under names such as ``rank/0/peak_bytes``: the peak memory of each rank in bytes
+    and as a fraction of its budget, the fraction of the step in which the rank computes, and the seconds that it waits
+    for swapped data. An unknown fraction is 0."""
     figures: dict[str, float] = {}
     for rank, budget in enumerate(budgets):
         peak, busy = columns["peak_bytes"][rank], columns["busy_seconds"][rank]

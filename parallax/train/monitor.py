@@ -77,7 +77,8 @@ class Unwritten:
             self.add(str(path), f"cannot write {printable(str(path))}: {_reason(error, path)}")
 
     def add(self, key: str, text: str, count: int = 1) -> None:
-        """Record ``count`` failures of ``key``. Only the ``text`` of the first failure is reported."""
+        """Record ``count`` failures of ``key``, which names a file, logger or callback. Only the ``text`` of the first
+        failure is reported."""
         first, before = self._found.get(key, ("", 0))
         if not before:
             first = text

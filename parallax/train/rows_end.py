@@ -21,8 +21,8 @@ ENDED = "rows"  # the summary's ``ended`` of such a run
 
 
 class RowsEnd:
-    """Detects the end of one rank's data source. ``everywhere``: whether all ranks have reached the end; it is valid
-    after :meth:`fetch` has returned None."""
+    """Detects the end of one rank's data source. ``rows``: the rows of a batch, for error messages. ``everywhere``:
+    whether all ranks have reached the end; it is valid after :meth:`fetch` has returned None."""
 
     def __init__(self, mesh: Mesh, rows: int) -> None:
         self._mesh, self._rows = mesh, rows

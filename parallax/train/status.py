@@ -59,8 +59,8 @@ class RankStatusFile:
         ranks_here: int = 1,
         sensors: Sensors = lambda: (None, None),
     ) -> None:
-        """``sensors()`` returns the device's temperature and power. ``ranks_here``: the number of ranks that share the
-        memory of the host."""
+        """``steps``: the number of steps of the run. ``sensors()`` returns the device's temperature in °C and its power
+        in watts; None if unknown. ``ranks_here``: the number of ranks that share the memory of the host."""
         place = plan.coordinate(rank)
         self._directory, self._sensors, self._tokens = directory, sensors, tokens_per_row
         self._rows, self._budget = plan.rows_of(rank), plan.allocator_bytes(rank)

@@ -164,12 +164,14 @@ class Stopping:
             self._agreed[n] = Agreed(number, known.message)
 
     def exchange(self) -> None:
-        """Agree outside of a step, with a separate exchange of the numbers. All ranks must call this method."""
+        """Exchange the numbers of all ranks outside of a step, where no other statistics are exchanged, and update the
+        agreement. All ranks must call this method."""
         if not self.is_last_step:
             self.agree(self._mesh.gather_columns(self.columns()))
 
     def evaluate(self) -> list[str]:
-        """Evaluate the reasons at a checkpoint, and return the new messages. All ranks must call this method."""
+        """Call :meth:`StopReason.verdict` of the reasons that are evaluated at checkpoints, and return a message for
+        each reason that has a verdict for the first time. All ranks must call this method."""
         found = []
         for index, reason in enumerate(self._reasons):
             known = self._agreed[index]
@@ -182,8 +184,8 @@ class Stopping:
         return found
 
     def summary(self, *, complete: bool) -> dict[str, Any]:
-        """Return the summary's ``ended``, and the entries of each reason. ``complete``: the run has done all its steps,
-        so that no reason ended it."""
+        """Return the entry ``ended`` of the run's summary, and the entries of each reason. ``complete``: the run has
+        done all its steps, so that no reason ended it."""
         first = None if complete else self._first()
         facts = {
             key: value

@@ -75,8 +75,9 @@ def _local(path: str, label: str) -> list[Path]:
 
 
 def _tars(names: list[str], path: str, label: str) -> list[str]:
-    """Return the tar files among ``names``. Raises :class:`DataError` if their names belong to different data sets,
-    such as train and val."""
+    """Return the tar files among ``names``, the files that ``path`` names. Raises :class:`DataError` if there are none,
+    if a tar file is compressed, or if the files belong to different data sets, such as train and val, by their
+    names."""
     if compressed := [each for each in names if re.search(r"\.tar\.\w+$|\.tgz$", each)]:
         raise _compressed(compressed[0], label)
     found = [each for each in names if each.endswith(SUFFIX)]
@@ -129,7 +130,8 @@ def _compressed(name: str, label: str) -> DataError:
 
 
 def check_head(head: bytes, where: str) -> None:
-    """Raise :class:`DataError` if an archive that begins with ``head`` is compressed."""
+    """Raise :class:`DataError` if ``head``, the first bytes of an archive, shows that the archive is compressed.
+    ``where``: the archive, for error messages."""
     magic = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18")
     if head.startswith(magic):
         raise _compressed("it", where)

@@ -154,7 +154,8 @@ def _without_suffix(names: Names) -> Names:
 
 
 def _of_folder(root: Path, named: list[str]) -> Openers:
-    """Return functions that open the .npy files in the folder ``root``, and the ``named`` files in its subfolders."""
+    """Return a mapping from the name of an array to the function that opens it. The arrays are all .npy files in the
+    folder ``root``, and those of ``named`` that are in subfolders."""
     names = sorted(each.stem for each in root.glob("*.npy"))
     names += [name for name in named if "/" in name]
     if not names:
@@ -163,7 +164,8 @@ def _of_folder(root: Path, named: list[str]) -> Openers:
 
 
 def _of_file(path: Path) -> Openers:
-    """Return functions that open the arrays in one .npz or .safetensors file."""
+    """Return a mapping from the name of each array in one .npz or .safetensors file to the function that opens the
+    array."""
     kinds = {".npz": _of_npz, ".safetensors": _of_safetensors}
     if path.suffix == ".npy":
         raise ConfigError(
@@ -208,8 +210,8 @@ def _mapped_npy(file: BinaryIO, path: Path, end: int, where: str) -> Array:
 
 
 def _npy_header(file: Any, where: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return shape, memory order and dtype of the .npy data in ``file``. Raises :class:`DataError` for Python objects,
-    which need pickle, and for structured types."""
+    """Return the shape of the .npy data in ``file``, whether they are in Fortran order (column-major), and their dtype.
+    Raises :class:`DataError` for Python objects, which need pickle, and for structured types."""
     formats = np.lib.format
     try:
         version = formats.read_magic(file)
@@ -303,7 +305,8 @@ def _of_safetensors(path: Path) -> Openers:
 
 
 def _of_tensor(path: Path, begin: int, name: str, entry: dict[str, Any]) -> Mapped:
-    """Return the tensor that the header ``entry`` describes. The tensor data start at byte ``begin``."""
+    """Return the tensor ``name`` of the safetensors file ``path``. ``entry``: the tensor's entry in the header of the
+    file. ``begin``: the byte at which the data of all tensors start."""
     kind, shape = entry["dtype"], tuple(entry["shape"])
     if kind not in _SAFETENSORS:
         raise DataError(

@@ -144,8 +144,8 @@ class AudioTable:
         return found
 
     def _fill(self, window: Array, row: int, drawn: int) -> None:
-        """Write a window of the file of ``row`` into ``window``. If the file is shorter, the rest of ``window`` stays
-        unchanged. ``drawn``: 64 random bits that select the window."""
+        """Write a window of the sound file with the number ``row`` into the array ``window``. If the file is shorter
+        than a window, the rest of the array stays unchanged. ``drawn``: 64 random bits that select the window."""
         path = self._path(row)
         with _opened(path) as file:
             self._check(file, path)

@@ -39,11 +39,9 @@ def sound_items(
     *,
     quiet: bool = True,
 ) -> tuple[Numbers, list[int]]:
-    """Return two lists of numbers: the valid and the broken images among ``items`` of ``store`` (by default all).
-
-    With ``broken=skip``, headers are checked, once for each store; ``digest()`` identifies the store. Otherwise only
-    sizes are checked, and a broken image raises :class:`DataError`.
-    """
+    """Return the numbers of the valid images among ``items`` of ``store`` (by default all), and those of the broken
+    ones. With ``broken=skip``, headers are checked, and the result is cached for the images that ``digest()``
+    identifies. Otherwise only sizes are checked, and a broken image raises :class:`DataError`."""
     items = np.arange(len(store.sizes)) if items is None else items
     limit = parse_bytes(config.max_file, "data.max_file")
     sizes = store.sizes[items]

@@ -25,8 +25,9 @@ _SAMPLED = 32  # rows of which a fingerprint has the values
 
 @dataclass(frozen=True)
 class Columns:
-    """The names of the input columns and of the target columns. A single column is read as an array, several columns as
-    a mapping. The inputs of a model that takes keyword arguments are always read as a mapping."""
+    """The names of the input columns and of the target columns: ``parts`` maps inputs and targets to names. A single
+    column is read as an array, several columns are read as a mapping. ``by_name``: whether the model takes its inputs
+    as keyword arguments, so that the inputs are always read as a mapping."""
 
     parts: Mapping[str, tuple[str, ...]]
     by_name: bool
@@ -96,7 +97,7 @@ def digest_of_columns(
     names: Sequence[str], rows: int, read: Callable[[str, Numbers], Array]
 ) -> str:
     """Return a digest of the columns ``names``. The digest covers dtypes, shapes, and the values of a few of the
-    ``rows`` rows. ``read(name, numbers)`` returns rows of a column."""
+    ``rows`` rows. ``read(name, numbers)`` returns the values of the column ``name`` in the rows ``numbers``."""
     chosen = np.unique(np.linspace(0, rows - 1, _SAMPLED).astype(np.int64))
     found = 0
     for name in names:

@@ -253,9 +253,9 @@ _CHECKED_ROWS = 8  # of fewer rows, a check of the generators costs more than se
 class DatasetTable:
     """The collated examples of a map-style dataset.
 
-    ``pads``: whether the collate function pads rows to the longest of their batch. ``whole_batches``: whether it does
-    so, or draws random numbers. Then a row depends on the others of its batch, and the global batch is collated as a
-    whole, so that rows do not depend on the micro-batches.
+    ``pads``: whether the collate function pads rows to the longest of their batch. ``whole_batches``: whether the
+    collate function pads rows so, or draws random numbers. A row then depends on the other rows of its batch, so each
+    global batch is collated as a whole, and no row depends on the division into micro-batches.
     """
 
     whole = True
@@ -339,14 +339,17 @@ class DatasetTable:
         return found
 
     def _collate_draws(self) -> bool:
-        """Return whether collating three rows draws random numbers, as MixUp and random masks do."""
+        """Return whether the collate function draws random numbers, as for MixUp and random masks. This is tested with
+        three rows of the dataset."""
         rows = np.unique([0, self._rows // 2, self._rows - 1])
         with own_generators():
             examples = self._examples(rows, rows.astype(np.uint64))
         return draws_numbers(self._collate, examples)
 
     def _collate_pads(self) -> bool:
-        """Return whether two rows of different sizes, of some that are looked at, can be in one batch."""
+        """Return whether the collate function pads rows to the longest of their batch. This is tested with a few rows:
+        if two of them have different sizes when they are collated alone, the function pads if it can collate both to
+        one batch."""
         numbers = np.unique(np.linspace(0, self._rows - 1, _LENGTHS_OF, dtype=np.int64))
         try:
             first = {self._sizes(numbers[n : n + 1]): numbers[n] for n in range(len(numbers))}

@@ -35,7 +35,8 @@ class SampleField(Protocol):
     """Decodes one field of several samples."""
 
     def __call__(self, encoded: Sequence[Encoded], seeds: Seeds, where: Where) -> Any:
-        """Return the values as one tensor. ``where(i)`` is the place of value i, for error messages."""
+        """Return the decoded values of ``encoded`` as one tensor, with one row for each value. ``seeds``: a seed for
+        the random numbers of each value. ``where(i)`` returns the place of value i, for error messages."""
 
     def plain(self) -> SampleField:
         """Return the field for evaluation, without random augmentation."""
@@ -87,8 +88,8 @@ class ValueField:
 
 @dataclass(frozen=True)
 class Choice:
-    """The alternative names of one field. Each sample has a field with one of these names. ``kind``: image, array,
-    number or json."""
+    """The setting of one field, which may have several alternative names. Each sample has a field with one of these
+    ``names``. ``kind``: image, array, number or json. ``key``: for json, the key of the value in the JSON object."""
 
     names: tuple[str, ...]
     kind: str

@@ -103,7 +103,7 @@ class IndexedDataConfig(DataConfig):
         return found
 
     def tables(self, model: ModelConfig, *, quiet: bool = True) -> tuple[Table, dict[str, Table]]:
-        """Return the training rows, and name → rows of each held-out set."""
+        """Return the training rows, and a mapping from the name of each held-out set to its rows."""
         whole = self.table(model, quiet=quiet)
         if not len(whole):
             raise DataError(f"{self.label}: it has no rows")
@@ -215,7 +215,8 @@ class HeldOutSets:
 
 class IndexedSource(HeldOutSets):
     """Training rows in the order of ``order``, and sets of held-out rows. After a resume, the source continues with
-    exactly the rows that come next."""
+    exactly the rows that come next. ``seed``: the seed of the rows' random numbers. ``count_workers(table)`` returns
+    the number of workers to start. ``limit``: the maximum bytes of prefetched rows of a table."""
 
     def __init__(
         self,
@@ -247,7 +248,9 @@ class IndexedSource(HeldOutSets):
         workers: Workers | None = None,
         limit: int = 2**28,
     ) -> dict[str, HeldOutRows]:
-        """Return the held-out rows of each of ``tables``, by the names in ``tables``."""
+        """Return name → held-out rows for each table in ``tables``. ``seed``: the seed of the rows' random numbers.
+        ``workers``: the processes that prefetch rows; None if rows are not prefetched. ``limit``: the maximum bytes of
+        prefetched rows of a table."""
         return {
             name: HeldOutRows(Loader(name, table, seed, workers, limit), len(table))
             for name, table in tables.items()
@@ -303,7 +306,8 @@ class IndexedSource(HeldOutSets):
         self._place = self._order.place(step, rows)
 
     def seconds(self) -> dict[str, float]:
-        """Return part of reading → seconds spent in it, summed over all processes of this rank."""
+        """Return a mapping from each part of reading, such as ``decode``, to the seconds that it took, summed over this
+        rank and its workers."""
         return dict(self._training.seconds)
 
     def why_slow(self) -> str:

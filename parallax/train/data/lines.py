@@ -82,7 +82,8 @@ class LineTable:
             return opened.read(end - start).rstrip(b"\r\n")
 
     def _span(self, row: int) -> tuple[int, int, int]:
-        """Return the file of a row, and the start and the end of its line in this file."""
+        """Return the index of the file that holds the row, and the byte offsets in this file where the row's line
+        starts and ends."""
         file = int(np.searchsorted(self._ends, row, side="right"))
         line = row - (int(self._ends[file - 1]) if file else 0)
         return file, int(self._starts[file][line]), int(self._starts[file][line + 1])

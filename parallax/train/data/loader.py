@@ -37,9 +37,10 @@ Span = tuple[int, int]
 class Loader:
     """Reads batches of one table on request and, if there are ``workers``, prefetches them.
 
-    Prefetched rows use at most ``limit`` bytes, or the bytes of one request if these are more. ``seconds``: part of
-    reading → seconds, summed over all processes. ``whole_batches``: whether each request reads the whole batch, because
-    a row of this table depends on the other rows of its batch.
+    Prefetched rows use at most ``limit`` bytes, or the bytes of one request if these are more. ``name``: the name of
+    the table among the tables of the workers. ``seconds``: a mapping from each part of reading, such as ``decode``, to
+    the seconds that it took, summed over this process and the workers. ``whole_batches``: whether each request reads
+    the whole batch, because a row of this table depends on the other rows of its batch.
     """
 
     def __init__(
@@ -111,7 +112,8 @@ class Loader:
         return changed
 
     def _take(self, taken: Taken, span: Span, part: str) -> Values:
-        """Return ``part`` of the rows ``span``. If these rows have not been prefetched, read them now."""
+        """Return a mapping with ``part`` (inputs or targets), and possibly other parts, of the rows ``span`` of the
+        batch ``taken``. If these rows have not been prefetched, read them now."""
         for place, (turn, known, number) in enumerate(self._ahead):
             if (turn, known) == (0, span) and part in self._parts[span]:
                 del self._ahead[place]
@@ -141,7 +143,8 @@ class Loader:
         return values
 
     def _submit(self) -> None:
-        """Ask the workers for the rows that are needed next, up to the limit of prefetched bytes."""
+        """Request from the workers the rows that the rank is predicted to need next, up to the limit of prefetched
+        bytes."""
         if self._workers is None or not self._pattern:
             return
         most = max(1, min(_MOST_REQUESTS, self._limit // max(1, self._request_bytes)))

@@ -75,8 +75,9 @@ def _permutation(size: int, seed: int, epoch: int) -> Permutation:
 
 @functools.lru_cache(maxsize=64)
 def _block(size: int, seed: int, epoch: int, block: int) -> Numbers:
-    """Return the row numbers at consecutive positions of an epoch, those of block ``block``. Computing a whole block
-    costs little more than computing one row number."""
+    """Return the numbers of the rows at consecutive positions of a shuffled epoch of ``size`` rows. The positions are
+    divided into blocks of 1024, and ``block`` is the index of the block whose positions are returned. Computing a whole
+    block costs little more than computing one row number."""
     places = np.arange(block * _BLOCK, min(size, (block + 1) * _BLOCK), dtype=np.int64)
     return _permutation(size, seed, epoch)(places)
 

@@ -187,9 +187,9 @@ class ParquetTable:
         return next(number for number, (index, _) in enumerate(self._groups) if index == file)
 
     def _check_metadata(self, names: tuple[str, ...]) -> int:
-        """Validate the columns before training. Return the bytes of all decoded columns; a column whose size the
-        metadata do not tell counts as 0. A row group is read only if it may have nulls or lists of unequal length,
-        according to the metadata."""
+        """Check the columns ``names`` of all row groups, so that errors appear before training. Return the bytes of
+        these columns when they are decoded; a column whose size the metadata do not tell counts as 0 bytes. A row group
+        is decoded here only if its metadata show that it may have nulls or lists of unequal length."""
         lengths: dict[str, float] = {}
         size = 0.0
         for group, (index, number) in enumerate(self._groups):

@@ -113,8 +113,9 @@ def check_sets(root: Path, names: Collection[str], label: str, *, patterns: bool
 
 
 def _sets(names: Collection[str]) -> dict[str, list[str]]:
-    """Return data set → its files or folders among ``names``, training sets first. Return an empty dictionary if a name
-    belongs to no data set, or unless there are both training and held-out sets."""
+    """Return a mapping from the name of each data set, such as train or val, to its files or folders among ``names``,
+    with training sets first. The mapping is empty if a file or folder belongs to no data set, or if there are not both
+    training sets and held-out sets."""
     found: dict[str, list[str]] = {}
     for name in names:
         words = re.split(r"[^a-z]+", name.lower())
@@ -130,8 +131,9 @@ def _sets(names: Collection[str]) -> dict[str, list[str]]:
 def _several(
     root: Path, sets: Mapping[str, list[str]], what: str, *, patterns: bool = False
 ) -> DataError:
-    """Return the error for a folder with several ``sets`` of rows. The message names the settings that read each set
-    separately."""
+    """Return the error for a folder ``root`` with several data sets. ``sets``: data set → its files or folders.
+    ``what``: the beginning of the message, with ``{}`` in place of the sets. The message also names the settings that
+    read each set separately. ``patterns``: whether data.path may be a pattern."""
     used = list[str]()
     for number, (name, files) in enumerate(sets.items()):
         tops = {each.partition("/")[0] for each in files}

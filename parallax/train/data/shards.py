@@ -91,8 +91,9 @@ class ShardsDataConfig(ImageDataConfig):
         return ShardTable(store, found, fields, members.fingerprint(rows))
 
     def _complete(self, members: Members, chosen: dict[str, Numbers]) -> Numbers:
-        """Return the samples that have all ``chosen`` fields. An incomplete sample is skipped with ``broken=skip``, and
-        otherwise raises :class:`DataError`."""
+        """Return the numbers of the samples that have both inputs and targets. ``chosen``: part (inputs, targets) → the
+        member that each sample has for this part, or -1 if the sample has none. With ``broken=skip`` an incomplete
+        sample is left out; otherwise it raises :class:`DataError`."""
         missing = {part: np.flatnonzero(each < 0) for part, each in chosen.items()}
         for part, samples in missing.items():
             if len(samples) and self.broken != SKIP:
@@ -270,8 +271,8 @@ class Members:
 
 
 class ShardTable:
-    """A table of rows read from tar files. ``items``: part (inputs, targets) → the index of the archive member of each
-    row."""
+    """A table of rows read from tar files. ``store``: the encoded members. ``items``: part (inputs, targets) → the
+    index in ``store`` of each row's member. ``fields``: part → the decoder of its members."""
 
     whole = False
 

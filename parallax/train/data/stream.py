@@ -49,7 +49,9 @@ def has_state(dataset: Any) -> bool:
 
 
 class StreamRows:
-    """A batch of examples in memory. Only the requested rows are collated, or, with ``as_whole``, all rows."""
+    """A batch of examples in memory. Only the requested rows are collated or, with ``as_whole``, always all rows.
+    ``collate(examples)`` returns inputs and targets. ``first``: the index of the first example in its epoch, from which
+    the random numbers of collating are seeded."""
 
     def __init__(
         self,
@@ -88,7 +90,9 @@ class StreamRows:
 
 class StreamSource(HeldOutSets):
     """The rows of ``dataset``, in the order in which it yields them; after its end, the dataset is iterated again. Each
-    rank iterates over all rows, but collates only its own."""
+    rank iterates over all rows, but collates only its own. ``collate`` converts a list of examples to a batch, and
+    ``split`` divides a batch into inputs and targets. ``held_out``: name → table of each held-out set. ``label``: the
+    name of the source in error messages."""
 
     def __init__(
         self,
@@ -165,7 +169,8 @@ class StreamSource(HeldOutSets):
 
     @contextlib.contextmanager
     def _named(self, what: str) -> Iterator[None]:
-        """A context that converts errors of the user's dataset to :class:`DataError`."""
+        """A context that converts errors of the user's dataset to :class:`DataError`. ``what``: the activity in which
+        they occur, for the message."""
         try:
             yield
         except UserError:

@@ -212,7 +212,8 @@ def timed(part: str) -> Iterator[None]:
 
 
 def taken_seconds() -> dict[str, float]:
-    """Return part of reading → seconds spent in it by this process since the last call."""
+    """Return a mapping from each part of reading, such as ``decode``, to the seconds that it took in this process since
+    the last call of this function."""
     found = dict(_SECONDS)
     _SECONDS.clear()
     return found

@@ -86,8 +86,8 @@ class TokensDataConfig(IndexedDataConfig):
         return self.documents != "packed"
 
     def tables(self, model: ModelConfig, *, quiet: bool = True) -> tuple[Table, dict[str, Table]]:
-        """Return the training rows, and name → rows of each held-out set. A mixture has a held-out set for each
-        source."""
+        """Return the training rows, and a mapping from the name of each held-out set to its rows. A mixture has a
+        held-out set for each source."""
         if not self.mixture or isinstance(self.validation, Mapping):
             return super().tables(model, quiet=quiet)
         parts, sets = list[Table](), dict[str, Table]()

@@ -58,7 +58,8 @@ class RowRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A placeholder for a tensor or array in the shared memory of a result."""
+    """A placeholder for a tensor or array in the shared memory of a result. ``start``: the byte at which its values
+    start."""
 
     start: int
     shape: tuple[int, ...]
@@ -105,8 +106,8 @@ class Workers:
         return number
 
     def result(self, number: int) -> tuple[Values, dict[str, float]]:
-        """Wait for request ``number``; return its rows, and part of reading → seconds. Raises the error that reading
-        raised."""
+        """Wait for the result of request ``number``. Return its rows, and a mapping from each part of reading, such as
+        ``decode``, to the seconds that it took in the worker. Raises the error that reading these rows raised."""
         while number not in self._results:
             self._receive(None)
         del self._requests[number]
@@ -163,8 +164,8 @@ class Workers:
                 return
 
     def _receive(self, timeout: float | None) -> None:
-        """Receive the results that have arrived, and send more requests. Without a ``timeout``, wait for at least one
-        result."""
+        """Send waiting requests, receive the results that have arrived, and replace workers that have ended. If there
+        is no result yet, wait for one, but at most ``timeout`` seconds (None: no limit)."""
         self._send()
         ends: dict[Any, _Worker] = {}
         for worker in self._workers:
@@ -241,7 +242,9 @@ def _serve(
     end: socket.socket,
     others: Sequence[socket.socket],
 ) -> None:
-    """Run a worker: read the requested rows until the rank ends or closes its socket."""
+    """Run a worker: read the rows that the rank requests through the socket ``end``, until the rank ends or closes the
+    socket. ``parent``: the process id of the rank. ``others``: the rank's sockets of other workers, which this process
+    closes."""
     die_with(parent)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the whole group; the rank ends its workers

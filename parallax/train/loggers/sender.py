@@ -1,8 +1,8 @@
 """Send the figures of a run to one destination, in a separate thread.
 
-A slow or dead destination never delays a step: points wait in a queue of bounded length, and points that do not fit are
-dropped and counted. A file in the run directory holds the run's id at the destination and the last step that was sent,
-so a resumed run is the same run there::
+A slow or dead destination never delays a step: points (each a step with its figures) wait in a queue of bounded length,
+and points that do not fit are dropped and counted. A file in the run directory holds the run's id at the destination
+and the last step that was sent, so a resumed run is the same run there::
 
     sent     1 2 3 4 5 6 7 | killed     the checkpoint is of step 5, so steps 6 and 7 are repeated
     resumed            6 7 8 9          a destination that replaces points drops its own 6 and 7 first;
