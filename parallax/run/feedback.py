@@ -167,7 +167,8 @@ def typical_step(spans: Sequence[Span]) -> list[Span]:
 
 
 def _recent(file: Path) -> list[Span]:
-    """Return the spans of the last :data:`RECENT_STEPS` steps in a file."""
+    """Return the spans (times of actions) of the last :data:`RECENT_STEPS` steps in ``file``, which has the events of
+    one rank."""
     steps: dict[int, list[Span]] = {}
     for span in read_events(file):
         steps.setdefault(span.step, []).append(span)

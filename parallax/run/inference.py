@@ -69,8 +69,9 @@ class NewRows:
     bad: str = STOP
 
     def data_before(self, overrides: Sequence[str], stored: RunConfig) -> DataConfig:
-        """Return the data settings that ``overrides`` change: those of the kind that ``path`` has, or else those of the
-        run. Raises :class:`ConfigError` if neither ``overrides`` nor ``path`` name the rows."""
+        """Return the data settings to which ``overrides`` are applied. If ``path`` is set, these are settings of a kind
+        of data that can read ``path``, unless ``overrides`` choose the kind; otherwise they are the run's own. Raises
+        :class:`ConfigError` if neither ``overrides`` nor ``path`` name the new rows."""
         if any(each.startswith("data=") for each in overrides):
             return stored.data
         if self.path:
@@ -121,7 +122,8 @@ class ForwardRequest:
     layer: str = ""
 
     def chosen(self, run: StoredRun) -> tuple[Path, bool, str]:
-        """Return the checkpoint to use, whether to use averaged weights, and a remark on the choice."""
+        """Return the folder of the checkpoint to use, whether to use averaged weights, and a message for the user about
+        the choice, which may be empty."""
         checkpoint, remark = self.choice.find(run)
         return checkpoint, _averaged(run, checkpoint, self.weights), remark
 
@@ -165,7 +167,8 @@ class ForwardRequest:
 
 def shared(config: RunConfig, directory: Path) -> RunConfig:
     """Return the settings for one of ``serve.replicas`` copies of the model. Each copy gets an equal part of the
-    devices and of the memory of each tier. Raises :class:`ConfigError` if there are fewer devices than copies."""
+    devices and of the memory of each tier. ``directory``: the run's directory, below which swap files may be. Raises
+    :class:`ConfigError` if there are fewer devices than copies."""
     copies, cluster = config.serve.replicas, local_cluster(config)
     if copies == 1:
         return config
@@ -180,7 +183,8 @@ def _sized(stored: RunConfig, devices: int) -> ClusterConfig:
 
 
 def _place_of(data: DataConfig) -> str:
-    """Return an example of a setting that chooses other rows of ``data``."""
+    """Return a setting of ``data`` that chooses other rows, without the prefix ``data.``, as an example for an error
+    message."""
     return "path=FOLDER|FILE" if hasattr(data, "path") else "kwargs.KEY=VALUE"
 
 
@@ -312,7 +316,7 @@ class ForwardJob:
         self, chain: Chain, device: torch.device, command: str = "predict"
     ) -> ForwardEngine:
         """Return this rank's engine with the checkpoint's weights and without a loss. All ranks must call this method.
-        Swap files are in the folder of ``command``."""
+        ``command``: the name of the command; swap files are in the folder of this name in the run's directory."""
         config = self.config
         engine = ForwardEngine.build(
             chain,

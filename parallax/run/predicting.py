@@ -54,7 +54,8 @@ class PredictedRun:
 
 
 class _NotingRows(RowsOf):
-    """A batch that records the bad rows among the inputs that this rank reads."""
+    """A batch that records the bad rows among the inputs that this rank reads: ``bad`` maps the number of each bad row
+    to the reason why it cannot be read."""
 
     def __init__(self, batch: Rows) -> None:
         super().__init__(batch)
@@ -143,8 +144,9 @@ _Head = list[tuple[int, list[tuple[str, tuple[int, ...], torch.dtype]]]]
 def _collected(
     mesh: Mesh, mine: list[tuple[int, Named]], bad: dict[int, str]
 ) -> tuple[list[tuple[int, Named]], dict[int, str]]:
-    """Return the outputs and the bad rows of all ranks on rank 0. Other ranks get only their own outputs and bad rows.
-    Only ranks of the last stage send tensors."""
+    """Return, on rank 0, the outputs and the bad rows of all ranks. The other ranks get back their own, ``mine`` and
+    ``bad``. ``mine``: (first row, outputs) of each group of rows that this rank has computed. Only ranks of the last
+    stage send tensors."""
     if mesh.world is None:
         return mine, bad
     head: _Head = [(at, [(n, tuple(t.shape), t.dtype) for n, t in named]) for at, named in mine]
@@ -182,7 +184,8 @@ def _batch_of(
     parts: list[tuple[int, Named]],
     bad: dict[int, str],
 ) -> PredictedRows:
-    """Return the outputs of the rows [start, start + count) in order. Bad rows are left out."""
+    """Return the outputs of the rows [start, start + count) of ``table`` in order, without the bad rows. ``parts``:
+    (first row, outputs) of each group of rows that one rank has computed. ``bad``: row → why it cannot be read."""
     parts = sorted(parts, key=lambda part: part[0])
     columns: dict[str, NDArray[Any]] = {}
     for same in zip(*(named for _, named in parts), strict=True):

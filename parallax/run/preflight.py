@@ -155,7 +155,8 @@ def _checkpoints(run: PreparedRun, ranks: Sequence[int]) -> list[FolderNeeds]:
 
 
 def _saves_to_come(run: PreparedRun, there: Sequence[Path]) -> int:
-    """Return the number of checkpoints that this start will write: the periodic ones and one at the end."""
+    """Return the number of checkpoints that this start of the run will write: the periodic ones and one at the end.
+    ``there``: the existing checkpoints; the run resumes after the step of the last one."""
     trainer = run.config.trainer
     done = (step_of(there[-1]) or 0) if there and trainer.resume == "auto" else 0
     steps, every = trainer.steps, trainer.checkpoint_every

@@ -130,7 +130,8 @@ def _check_trains(config: RunConfig) -> None:
 
 
 def check_name(name: str) -> None:
-    """Raise :class:`ConfigError` if ``name`` is the folder of a sweep, or is inside a folder that is not a sweep's."""
+    """Raise :class:`ConfigError` if no run can have this name: the name is that of a sweep, or it has the form
+    FOLDER/NAME although FOLDER is not a sweep."""
     parent, _, point = name.rpartition("/")
     if parent and not (RUNS / parent / SWEEP).is_file():
         raise ConfigError(

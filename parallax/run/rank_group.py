@@ -92,9 +92,9 @@ class RankGroup:
                     send(link.socket, {"do": "end"})
 
     def _request(self, message: dict[str, Any], tensors: Sequence[Tensor] = ()) -> _Waiting:
-        """Send a message to all ranks, and return it with their answers. Only ranks that read inputs get the
-        tensors."""
-        waiting = _Waiting(len(self._links), runs=message["do"] == "run")
+        """Send ``message`` to all ranks, wait until all of them have answered, and return an object with their answers.
+        Only ranks that read inputs get the tensors."""
+        waiting = _Waiting(len(self._links))
         with self._sending:
             number = next(self._numbers)
             with self._changed:

@@ -66,9 +66,10 @@ class StartFailed(ParallaxError):
 
 
 class Replica:
-    """One copy of the model. A thread starts the ranks of the copy, and starts them again when they end. ``file``: the
-    file with the job. ``devices``: the index of the copy's first device. ``changed``: called, by any thread, when
-    :attr:`free` may have changed."""
+    """One copy of the model. A thread starts the ranks of the copy, and starts them again when they end. ``number``:
+    the index of the copy. ``file``: the file with the job. ``folder``: the folder for temporary files. ``devices``: the
+    index of the copy's first device. ``changed``: called, by any thread, when :attr:`free` may have changed. ``say``
+    prints a line."""
 
     def __init__(
         self,
@@ -225,8 +226,9 @@ class Replica:
             self._failed(failure, came=came.is_set())
 
     def _failed(self, failure: Failure, *, came: bool) -> None:
-        """Print why the ranks ended. Then pause before the next start, or give up the copy. ``came``: whether the ranks
-        had connected before they ended."""
+        """React to the end of the ranks: print the reason, and pause before the next start if the ranks had not
+        connected; or give up the copy, which sets ``failure``. ``came``: whether the ranks had connected before they
+        ended."""
         self._failed_starts = 0 if came else self._failed_starts + 1
         text, code = failure.report.text, failure.report.code
         if not came and (
@@ -326,7 +328,8 @@ class Replicas(RunModel):
         self._calls.append(call)
 
     def wait_until_ready(self) -> None:
-        """Wait until all copies have started. Raises :class:`StartFailed`."""
+        """Wait until all copies have started. Raises :class:`StartFailed` if one of them has been given up, because its
+        ranks could not be started."""
 
         def started() -> bool:
             for copy in self._copies.values():

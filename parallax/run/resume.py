@@ -98,8 +98,8 @@ def _without_other_length(stored: RunConfig, overrides: Sequence[str]) -> RunCon
 
 
 def _rate_change(directory: Path, stored: RunConfig, config: RunConfig) -> str:
-    """Return a text that compares the learning rate of the next step with that of the stored schedule; empty if they
-    are equal."""
+    """Return a text that tells the learning rate of the next step under ``config``, and under ``stored``, the stored
+    settings. The text is empty if the rates are equal, or if there is no next step after a checkpoint."""
     found = list_checkpoints(config.checkpoint.folder(directory, config.name))
     done = (step_of(found[-1]) or 0) if found else 0
     before, after = stored.trainer.steps, config.trainer.steps
@@ -202,8 +202,8 @@ def _lost(stored: RunConfig, config: RunConfig, checkpoint: Path) -> Iterator[st
 
 
 def _same_rows(config: RunConfig, checkpoint: Path) -> bool:
-    """Whether the text data has the same content as the data that the checkpoint was trained on, even if the path
-    differs."""
+    """Whether the data certainly have the same rows as the data that the checkpoint was trained on, even if the path
+    differs. False if the rows cannot be compared."""
     if not config.data.identifies_rows:
         return False
     try:

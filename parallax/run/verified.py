@@ -24,7 +24,8 @@ def verify_run(
     config: RunConfig, chain: Chain, loss: Loss, batch: Rows, progress: Callable[[str], None]
 ) -> Verdict:
     """Compare ``chain`` with the model of ``config`` on the first rows of ``batch``, if ``model.verify`` requests it.
-    Return the verdict on whether batches may be divided."""
+    Return the verdict on whether batches may be divided into micro-batches. Raises :class:`ConfigError` if the rows are
+    padded and the model's outputs depend on the padding."""
     if config.model.work(str(config.precision)) is not None:
         return Verdict()  # it has no code
     model = asdict(config.model) | {"verify": "auto"}  # whenever it is checked, it is the same
@@ -82,7 +83,8 @@ def check_rows(config: RunConfig, verdict: Verdict, plan: Plan) -> None:
 
 
 def _gathering(config: RunConfig) -> str:
-    """Return the settings with which the loss is computed once, over the outputs of all micro-batches."""
+    """Return the settings to type, as text, with which the loss is computed once, over the outputs of all
+    micro-batches."""
     requested = config.plan
     schedule = "" if requested.schedule in (AUTO, "gpipe") else " plan.schedule=gpipe"
     interleave = "" if requested.interleave in (AUTO, 1) else " plan.interleave=auto"

@@ -149,7 +149,9 @@ class _Watchdog:
         self._answer_held()
 
     def _answer(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal on the main thread. After this the watchdog need not end the process."""
+        """Handle signal ``number`` on the main thread: raise :class:`HangError` if the watchdog has found a hang,
+        otherwise call the caller's handler. While signals are held back, only record the signal. The watchdog then
+        knows that the main thread has reacted, and need not end the process for that."""
         self._answered = True
         if self.holding:
             self._held.append(number)

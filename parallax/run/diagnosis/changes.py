@@ -69,8 +69,9 @@ class Diagnosis:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedSettings:
-    """The requested settings, which a change modifies. ``workers``: the setting ``data.workers``; None if the data has
-    no workers."""
+    """The settings that the user requested for the run, which a change modifies. ``device_memory``: the requested
+    memory budget. ``swaps``: whether the settings allow offloading. ``workers``: the setting ``data.workers``; None if
+    this kind of data has no workers."""
 
     plan: PlanConfig
     microbatch: int | str = AUTO
@@ -378,8 +379,9 @@ class _Doctor:
     def _searched(
         self, cluster: Cluster, config: PlanConfig, *, microbatch: int | str | None = None
     ) -> Plan | None:
-        """Return the best plan for ``cluster``; None if no plan fits, or if the plan needs a schedule that this process
-        has not imported."""
+        """Return the best plan of the fitted run for ``cluster`` under the plan settings ``config``. ``microbatch``:
+        replaces the requested setting; None keeps it. Return None if no plan fits, or if the plan needs a schedule that
+        this process has not imported."""
         with contextlib.suppress(ParallaxError):
             return search(
                 self._run.profile,
@@ -415,7 +417,8 @@ class _Doctor:
 
 
 def _shape(plan: Plan) -> list[str]:
-    """Return the settings that fix the stages and replicas of ``plan``."""
+    """Return the settings with which the planner must use the number of stages and the replicas of ``plan``, as text to
+    type."""
     counts = [stage.replicas for stage in plan.stages[: plan.pipeline_ranks]]
     replicas = str(counts[0]) if len(set(counts)) == 1 else f"[{','.join(map(str, counts))}]"
     return [f"plan.stages={plan.pipeline_ranks}", f"plan.replicas={replicas}"]

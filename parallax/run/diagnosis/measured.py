@@ -119,7 +119,8 @@ class Measured:
 
 
 def predicted_terms(spans: Sequence[Span]) -> dict[str, float]:
-    """Return term → seconds in the predicted ``spans``, averaged over the ranks."""
+    """Return a mapping from term (category of time, such as computing) to the seconds in the predicted ``spans``,
+    averaged over the ranks."""
     found = dict.fromkeys(TERMS, 0.0)
     by_rank = seconds_by_term(spans)
     for terms in by_rank.values():

@@ -26,8 +26,9 @@ class CheckpointChoice:
     best: bool = False
 
     def find(self, run: StoredRun) -> tuple[Path, str]:
-        """Return the folder of the checkpoint, and a remark on the choice. Raises :class:`ConfigError`, with the
-        existing steps, if there is no such checkpoint."""
+        """Return the folder of the chosen checkpoint, and a message for the user that tells why it is the best; the
+        message is empty unless ``best`` is set. Raises :class:`ConfigError`, with the existing steps, if there is no
+        such checkpoint."""
         found = list_checkpoints(run.config.checkpoint.folder(run.directory, run.config.name))
         if not found:
             raise ConfigError(
@@ -52,9 +53,10 @@ def _of_step(found: Sequence[Path], step: int) -> Path:
 def _best(
     found: Sequence[Path], last: Path, metric: str, metrics: MetricsConfig
 ) -> tuple[Path, str]:
-    """Return the checkpoint with the best value of ``metric``, which is a loss or one of ``metrics``, and a remark.
-    Among checkpoints with equal values, the latest is chosen. Checkpoints after ``last`` are ignored, because the run
-    did not resume from them."""
+    """Return the checkpoint with the best value of ``metric``, which is a loss or one of ``metrics``, and a message for
+    the user with this value. If no checkpoint records ``metric``, the validation loss decides. Among checkpoints with
+    equal values, the latest is chosen. Checkpoints after ``last`` are ignored, because the run did not resume from
+    them."""
     found = [path for path in found if path.name <= last.name]
     for name in dict.fromkeys((metric, _USUAL)):
         values = {path: _value(path, name) for path in found}

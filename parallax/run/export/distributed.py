@@ -74,8 +74,8 @@ class DistributedForm:
 
 
 def _states(trained: Trained, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
-    """Return parameter name → states, as tensors without values. A parameter that never had a gradient has no
-    states."""
+    """Return, for each of the parameters ``names`` that has optimizer states, a mapping from the name of a state to a
+    meta tensor (without values). A parameter that never had a gradient has no states."""
     found: dict[str, dict[str, Tensor]] = {}
     known = set(names)
     for held, tensor in trained.reader.held().items():

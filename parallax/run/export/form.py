@@ -17,8 +17,9 @@ from parallax.runtime.checkpoint import CheckpointReader
 
 @dataclass(frozen=True)
 class Exported:
-    """The result of an export: the folder, the step, the bytes of tensors, the written ``files``, and ``remarks`` on
-    missing parts."""
+    """The result of an export: the folder that was written, the step of the exported checkpoint, the bytes of all
+    tensors, the names of the written ``files``, and ``remarks``: messages for the user, for example about parts that
+    are missing."""
 
     directory: Path
     step: int
@@ -29,8 +30,8 @@ class Exported:
 
 @dataclass(frozen=True)
 class Contents:
-    """An export that has not been written yet. ``size``: its bytes. ``write(folder)`` writes it, and returns remarks
-    for the user."""
+    """An export that has not been written yet. ``size``: its bytes. ``write(folder)`` writes the files, and returns
+    messages for the user."""
 
     size: int
     write: Callable[[Path], list[str]]
@@ -53,7 +54,7 @@ class CheckpointTensors:
     reader: CheckpointReader
 
     def held(self) -> dict[str, Tensor]:
-        """Return name → tensor without values, for the model's tensors in the checkpoint."""
+        """Return a mapping from name to meta tensor (without values), for the model's tensors in the checkpoint."""
         return self.reader.model_tensors()
 
     def read(self, name: str) -> Tensor:
@@ -87,8 +88,8 @@ class Trained:
         return all_names(self.model)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return name → tensor without values, for the tensors of the model that the checkpoint holds. Raises
-        :class:`CheckpointError` for a checkpoint of another model."""
+        """Return a mapping from name to meta tensor (without values), for the tensors of the model that the checkpoint
+        holds. Raises :class:`CheckpointError` for a checkpoint of another model."""
         known, found = self.model.state_dict(keep_vars=True), self.weights.held()
         due = {names[0]: known[names[0]].shape for names in self.names()}
         wrong = [

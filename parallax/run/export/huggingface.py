@@ -65,7 +65,8 @@ class HuggingFaceForm:
 
 
 def _adapters(trained: Trained) -> Contents:
-    """Return the export of adapters in peft's format, with the tokenizer of their base."""
+    """Return the export of the adapters in peft's format, together with the tokenizer of their base model if the run
+    started from a folder of transformers."""
     adapters = PeftForm().contents(trained)
 
     def write(folder: Path) -> list[str]:
@@ -81,7 +82,9 @@ def _adapters(trained: Trained) -> Contents:
 
 
 def _write_beside(model: Any, source: Path | None, folder: Path) -> list[str]:
-    """Write configuration, tokenizer and processor; return remarks for the user."""
+    """Write the files other than the weights into ``folder``: the configuration of ``model``, and the tokenizer and
+    processor in ``source``, the folder that the run started from (None if there is none). Return messages for the user
+    about missing files."""
     settings, dtype = model.config, model.dtype
     parts = [getattr(settings, key, None) for key in settings.sub_configs]
     for part in (settings, *(each for each in parts if getattr(each, "dtype", None))):

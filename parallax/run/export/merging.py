@@ -51,7 +51,7 @@ class MergedTensors:
         self._last: tuple[str, dict[str, Tensor]] = ("", {})
 
     def held(self) -> dict[str, Tensor]:
-        """Return name → tensor without values, for the tensors of the base model."""
+        """Return a mapping from name to meta tensor (without values), for the tensors of the base model."""
         again = {name for names in self._aliases.values() for name in names}
         known = self._base.state_dict(keep_vars=True)
         return {

@@ -121,7 +121,7 @@ class _Import:
 
     def check(self) -> list[str]:
         """Raise :class:`CheckpointError` with the names of tensors that are missing, superfluous, or of another shape
-        or type; return remarks for the user."""
+        or type. Return messages for the user."""
         weights = self._source.weights
         buffers = {name for name, _ in self._chain.model.named_buffers()}
         remarks = weights.check(self._wanted, self._aliases, buffers)

@@ -36,7 +36,8 @@ class ImportSource:
     unread: Sequence[str] = ()
 
     def without_values(self, name: str) -> dict[str, Tensor]:
-        """Return optimizer state → meta tensor, for the parameter ``name``."""
+        """Return a mapping from the name of each optimizer state of the parameter ``name`` to a meta tensor (without
+        values)."""
         return {key: self.files.held[held] for key, held in self.states.get(name, {}).items()}
 
     def read_state(self, name: str, key: str) -> Tensor:

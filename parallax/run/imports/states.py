@@ -22,8 +22,9 @@ _STEP = "step"
 def check_states(
     source: ImportSource, trained: Mapping[str, nn.Parameter], optimizer: OptimizerConfig
 ) -> list[str]:
-    """Raise :class:`CheckpointError`, with names, if ``source`` has states that ``optimizer`` does not use for the
-    parameters ``trained``. Return remarks on missing states."""
+    """Raise :class:`CheckpointError` if ``source`` has states that ``optimizer`` does not use for the parameters
+    ``trained``; the message names these states. Return messages for the user, about states that ``source`` lacks and
+    tensors in it that are not imported."""
     unknown = sorted(set(source.states) - set(trained))
     if unknown:
         raise CheckpointError(

@@ -148,8 +148,9 @@ class Agent:
         return 0 if well and not early else None
 
     def _say_stopped(self, number: int, report: FailureReport | None) -> int:
-        """Print how far a run has come that was requested to end, and return the exit code. ``number``: the signal that
-        this process received, or 0 if the ranks received a signal, which ``report`` names."""
+        """Print how far the run has come after a request to end, and how to continue it. Return the exit code.
+        ``number``: the signal that this process received, or 0 if the ranks received a signal, which ``report``
+        names."""
         when = "before its end" if self.again else "before the first step"
         report = report or FailureReport(0, FailureKind.STOPPED, "", when)
         if number:

@@ -97,9 +97,9 @@ class ForkServer:
         ending_seconds: float = ENDING_SECONDS,
     ) -> dict[int, int]:
         """Wait until all ranks have ended; return rank → exit code, in the order in which they ended. When one rank has
-        failed, the others should end by themselves. Ranks that have not ended after ``ending_seconds`` are killed, and
-        omitted from the result. ``given_up()`` is called about every second. When it returns True, all ranks are
-        killed, and the killed ranks are omitted. Raises :class:`ServerLost`."""
+        failed, the others should end by themselves. Ranks that have not ended ``ending_seconds`` after the failure are
+        killed, and omitted from the result. ``given_up()`` is called about every second. When it returns True, all
+        ranks are killed, and the killed ranks are omitted. Raises :class:`ServerLost` if the fork server has ended."""
         deadline, over = float("inf"), False
         while self._living and time.monotonic() < deadline and not over:
             self._receive_next(min(deadline - time.monotonic(), _CHECK_SECONDS))
@@ -292,7 +292,8 @@ class _Server:
 
 
 def show_as(text: str) -> None:
-    """Set the command line that `ps` shows, up to its original length; Linux only."""
+    """Set the command line of this process, which `ps` shows, to ``text``, cut to the length of the original command
+    line; Linux only."""
     with contextlib.suppress(OSError, ValueError):
         stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         start, end = map(int, stat[_ARGUMENTS_START : _ARGUMENTS_START + 2])

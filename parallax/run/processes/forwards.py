@@ -50,8 +50,9 @@ _AGAIN = "run the same command again"
 
 
 def launch(job: ForwardJob, command: Sequence[str], *, own_process: bool) -> int:
-    """Start the ranks of ``job``, each as ``python -m parallax COMMAND``; return the exit code. ``own_process``: this
-    process belongs to the command, so it may be replaced by a new one."""
+    """Start the ranks of ``job``, each like ``python -m parallax COMMAND`` with the arguments ``command``, and wait for
+    them. Return the exit code. ``own_process``: this process belongs to the command, so it may be replaced by a new
+    one."""
     run = PreparedRun(job.directory, job.config, job.plan)
     kind = choose_devices(local_cluster(run.config)).kind
     if uses_accelerator(kind) and own_process:
@@ -81,7 +82,8 @@ def job_of_rank(
     prepare: Prepare = lambda plan: plan(),
 ) -> ForwardJob:
     """Return the job of this rank. All ranks must call this function. The job is in the file ``prepared`` if Parallax's
-    launcher started the ranks. Otherwise rank 0 plans it for ``request(ranks)``, see :func:`job_together`."""
+    launcher started the ranks. Otherwise rank 0 plans the job for ``request(n)``, where n is the number of ranks
+    (:func:`job_together`). ``read()`` returns the trained run."""
     if prepared is not None:
         return job_of_file(prepared)
     return job_together(read, request(int(os.environ.get("WORLD_SIZE", "1"))), prepare)
@@ -92,9 +94,9 @@ def job_together(
     request: ForwardRequest,
     prepare: Prepare = lambda plan: plan(),
 ) -> ForwardJob:
-    """Return the job that rank 0 plans for all ranks. Every rank of torch's default group must call this function.
-    ``prepare(plan)`` is called on rank 0 and returns the job: either the result of ``plan()``, or the job of an earlier
-    start."""
+    """Return the job for ``request`` that rank 0 plans for all ranks. Every rank of torch's default group must call
+    this function. ``read()`` returns the trained run; only rank 0 calls it. ``prepare(plan)`` is called on rank 0 and
+    returns the job: either the result of ``plan()``, or the job of an earlier start."""
     nodes = Nodes.gather()
     check_versions(nodes)
     config = configuration.load(
@@ -123,7 +125,8 @@ def job_of_file(file: Path) -> ForwardJob:
 
 
 def run_forwards(job: ForwardJob, watch: Watch, work: Work) -> None:
-    """Build this rank's engine for ``job``, and call ``work`` with it."""
+    """Open the rows of ``job`` and build this rank's engine, and call ``work(job, engine, source, watch)``, where
+    ``source`` gives the rows."""
     config, nodes = job.config, Nodes.gather()
     with contextlib.ExitStack() as closing:
         device = rank_device(job, nodes, watch)
@@ -148,8 +151,9 @@ def run_forwards(job: ForwardJob, watch: Watch, work: Work) -> None:
 
 
 def rank_device(job: ForwardJob, nodes: Nodes, watch: Watch) -> torch.device:
-    """Select this rank's device, set its limits, and return it. Raises :class:`PlanError` if the number of ranks
-    differs from the plan's."""
+    """Select this rank's device, limit the memory that this rank may allocate there to the budget of the plan, set the
+    time limits of ``watch``, and return the device. Raises :class:`PlanError` if the number of ranks differs from the
+    plan's."""
     watch.limit(*limits(PreparedRun(job.directory, job.config, job.plan)))
     if dist.get_world_size() != job.plan.world_size:
         raise PlanError(

@@ -78,7 +78,7 @@ def _contradicted(run: PreparedRun) -> str:
 
 
 def _slow_ranks(directory: Path) -> dict[int, float]:
-    """Return rank → factor for the ranks that the run found to be slow."""
+    """Return, for each rank that the run found to be slow, how many times as long as expected it computes."""
     found = _summary(directory).get("stragglers", [])
     return {int(each["rank"]): float(each["factor"]) for each in found}
 
@@ -147,7 +147,7 @@ def _blocks_of(plan: Plan, rank: int) -> str:
 def _start(
     run: PreparedRun, on_drift: OnDrift, forwarder: SignalForwarder, own_process: bool
 ) -> int:
-    """Start the processes that the plan needs; return the exit code."""
+    """Start the ranks of the run and wait for them; return the exit code."""
     kind = choose_devices(local_cluster(run.config)).kind
     if uses_accelerator(kind) and own_process:
         _start_afresh(run, on_drift)
@@ -172,7 +172,8 @@ def _libraries(config: RunConfig) -> tuple[str, ...]:
 
 
 def uses_accelerator(kind: str) -> bool:
-    """Return whether this process has used an accelerator, and would keep memory there that its ranks need.
+    """Return whether this process has used an accelerator of the given kind, such as ``cuda``, and would keep memory
+    there that its ranks need.
 
     The result is False in a process that :func:`start_afresh` has started, even if this process has queried a device's
     properties, which torch counts as a use of the device.

@@ -46,7 +46,8 @@ _STOPPED = {exit_code(number) for number in REQUESTS}
 @dataclass
 class SweepProgress:
     """Prints which point of a sweep is running, how each finished point has ended, and an estimate of the remaining
-    time. ``total``: the number of points; 0 if unknown. ``quiet``: print nothing, because another process does."""
+    time. ``total``: the number of points; 0 if unknown. ``left``: the number of points that have not ended yet.
+    ``seconds``: the durations of the points that have ended. ``quiet``: print nothing, because another process does."""
 
     total: int = 0
     left: int = 0

@@ -77,7 +77,8 @@ class Point:
 
 @dataclass(frozen=True)
 class PointOutcome:
-    """The outcome of a point. ``seconds``: the duration of this attempt. ``reason``: why the point is not done."""
+    """The outcome of a point. ``seconds``: the duration of this attempt. ``reason``: why the point is not done; empty
+    if it is done."""
 
     point: Point
     status: PointStatus

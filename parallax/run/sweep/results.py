@@ -114,8 +114,8 @@ def _no_metric(metric: str, found: Sequence[PointResult], directories: Iterable[
 def _metrics(
     directory: Path, summary: Mapping[str, Any], wanted: Collection[str]
 ) -> dict[str, float]:
-    """Return name → number for the numbers of a summary and the metrics ``wanted``. Numbers in groups are called
-    GROUP.NAME."""
+    """Return a mapping from name to number, with all numbers in ``summary``, and the last values in ``metrics.jsonl``
+    of those metrics ``wanted`` that the summary lacks. A number in a group of the summary is called GROUP.NAME."""
     groups = [("", summary), *((f"{k}.", v) for k, v in summary.items() if isinstance(v, dict))]
     found = {
         f"{group}{name}": float(value)
@@ -178,8 +178,9 @@ _PLANNED = ("workload", "model", "unit", "global_batch", "devices", "layout")
 
 
 def _measured(directory: Path, wanted: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the fields of a point's result from its settings, plan and summary. Without stored settings there are no
-    fields, and without a summary no measured ones."""
+    """Yield (name, value) for fields of a :class:`PointResult`, read from the settings, plan and summary in
+    ``directory``. Without stored settings there are no fields; without a summary there are no measured fields.
+    ``wanted``: the names of further metrics."""
     if not (directory / STORED).is_file():
         return
     settings = leaves(plain_yaml(read_stored(directory)))

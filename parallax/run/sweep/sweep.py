@@ -158,7 +158,9 @@ def _write(
 def _watching(
     folder: Path, left: Sequence[Point], multirun: Multirun, progress: SweepProgress
 ) -> Iterator[None]:
-    """A context that prints the outcomes that points in other processes write."""
+    """A context in which a thread prints the start and the outcome of each of the points ``left``, if a launcher runs
+    the points in other processes. The thread reads the outcomes from the files in ``folder``, the folder of the
+    sweep."""
     if multirun.in_turn:
         yield
         return
