@@ -100,7 +100,7 @@ class LiveRun:
         return max(0.0, self.now - rank.time)
 
     def is_stale(self, rank: RankSnapshot) -> bool:
-        """Return whether ``rank`` should still run, but has stopped writing its status."""
+        """Return whether ``rank`` has not ended, but has not written its status for several seconds."""
         return not rank.ended and self.age(rank) > STALE_SECONDS
 
     def to_dict(self) -> dict[str, Any]:

@@ -41,7 +41,8 @@ class Occupancy:
     spans: tuple[Span, ...]
 
     def high(self, column: int) -> int:
-        """Return the largest value in column ``column`` of the samples."""
+        """Return the largest value at index ``column`` of the samples: 1 for the bytes on the device, 2 for the bytes
+        in the offload tier."""
         return int(max((sample[column] for sample in self.samples), default=0))
 
     @property
@@ -135,7 +136,8 @@ def fullest(steps: Sequence[Occupancy]) -> list[Occupancy]:
 
 
 def _draw(axes: Any, step: Occupancy, column: int, colour: str) -> None:
-    """Draw one column of the samples as a curve. Bytes stay constant until the next sample."""
+    """Draw the bytes at index ``column`` of the samples of ``step`` as a curve over time, above a strip with the
+    actions. Bytes stay constant until the next sample."""
     start, end = step.bounds
     seconds = [sample[0] - start for sample in step.samples]
     sizes = [sample[column] for sample in step.samples]

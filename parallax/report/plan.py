@@ -140,7 +140,8 @@ def _span(first: int, last: int) -> str:
 
 
 def placement_table(plan: Plan, cluster: Cluster) -> Table:
-    """Return a table with a row for each stage; devices are numbered within their node."""
+    """Return a table with a row for each stage: its blocks, its ranks, and the devices of these ranks, which are
+    numbered within their node. Of many stages, only the first and the last are shown."""
     names = [cluster.nodes[node].name for node in cluster.node_of]
     table = Table(
         box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, caption_justify="left"
@@ -164,7 +165,7 @@ def placement_table(plan: Plan, cluster: Cluster) -> Table:
 
 def placement(plan: Plan, names: Sequence[str], transports: Mapping[str, str]) -> dict[str, object]:
     """Return on which node and device each rank runs, as plain data. ``names``: the node of each rank. ``transports``:
-    "0 -> 1" → the transport of that edge."""
+    the transport between two ranks, such as gloo, under a key such as "0 -> 1", which means from rank 0 to rank 1."""
     return {
         "stages": [
             {
@@ -187,7 +188,8 @@ def save_placement(directory: Path, found: Mapping[str, object]) -> None:
 
 
 def transports_text(transports: Mapping[str, str]) -> str:
-    """Return the edges grouped by transport, as ``gloo 0 -> 1, 1 -> 0; shared memory 2 -> 3``."""
+    """Return a text with the pairs of ranks that each transport connects, such as ``gloo 0 -> 1, 1 -> 0; shared memory
+    2 -> 3``. Of many pairs, only the first are named."""
     by_way: dict[str, list[str]] = {}
     for edge, transport in transports.items():
         by_way.setdefault(transport, []).append(edge)
@@ -281,7 +283,8 @@ def _add_terms(
     form: Callable[[float], str],
     total: str,
 ) -> None:
-    """Add a row for each category that is not zero in all columns, and a row for the sum."""
+    """Add a row to ``table`` for each category that is not zero in all ``columns`` (category → value), and a row for
+    the sum, with the heading ``total``. ``form`` converts a value to text."""
     for term in dict.fromkeys(term for column in columns for term in column):
         if any(column.get(term) for column in columns):
             table.add_row(term, *(form(column.get(term, 0)) for column in columns))

@@ -27,7 +27,8 @@ Row = Mapping[str, Any]
 
 
 def swaps(statistics: SwapStatistics) -> bool:
-    """Return whether a stage offloaded anything, or saved activations that it could have offloaded."""
+    """Return whether a stage with these ``statistics`` of a step offloaded anything, or saved activations that it could
+    have offloaded."""
     return (
         bool(statistics.decisions)
         or statistics.limit_bytes + statistics.bytes_out + statistics.bytes_in > 0
@@ -156,7 +157,9 @@ def _moved(found: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _decision_table(ranks: Sequence[Row]) -> Table:
-    """Return a table of the bytes that were moved or kept for each reason, largest first."""
+    """Return a table of the saved tensors of the last step, with a row for each of ``ranks`` and each reason why
+    tensors were moved or kept: the number of these tensors and their bytes. The reasons of a rank are ordered by bytes,
+    largest first."""
     table = _table(
         "saved tensors of the last step", "stage", "rank", "decision", "tensors", "bytes"
     )

@@ -195,7 +195,8 @@ def _rows(run: LiveRun, columns: Sequence[_Column], ranks: Sequence[RankSnapshot
 
 
 def _doing(run: LiveRun, rank: RankSnapshot, level: int) -> str:
-    """Return the present activity of a rank: its action and micro-batch, or its phase."""
+    """Return a text about the present activity of a rank: its action and micro-batch, or its phase; or that it has
+    ended, or when it last wrote its status. ``level``: how short the text must be, from 0 (longest) to 2."""
     if rank.ended:
         return "ended"
     if run.is_stale(rank):

@@ -29,8 +29,9 @@ _MOST_NOTES = 24  # points that have their name beside them
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart: its file name, its title, the data that it needs, and the function that draws it. ``from_zero``: whether
-    a linear scale starts at zero."""
+    """A chart. ``file``: the name of its file. ``shows``: its caption. ``needs``: a text about the data that the chart
+    needs, shown if the chart is not drawn. ``series(results)`` returns the data to draw, and ``draw(axes, series)``
+    draws them. ``from_zero``: whether a linear scale starts at zero."""
 
     file: str
     title: str
@@ -93,7 +94,8 @@ def _draw_weak(axes: Any, found: list[Series]) -> None:
 def _draw_gains(
     axes: Any, found: list[Series], value: Callable[[Series, PointResult], float]
 ) -> int:
-    """Draw a line through the best point for each number of devices. Return the largest number of devices."""
+    """Draw ``value(series, point)`` over the number of devices, for each point of the series in ``found``, and a line
+    for each series through its best point for each number of devices. Return the largest number of devices."""
     notes = sum(len(series.points) for series in found) <= _MOST_NOTES
     counts = {point.devices or 0 for series in found for point in series.points}
     for index, series in enumerate(found):
@@ -175,7 +177,8 @@ def _count_bytes(axis: Any, most: int) -> None:
 
 
 def _note(axes: Any, text: str, place: tuple[float, float], index: int) -> None:
-    """Write a label above or below its point, alternately, so that labels of close points stay readable."""
+    """Write the label ``text`` beside the point at ``place``: above it if ``index`` is even, below it otherwise, so
+    that labels of neighbouring points stay readable."""
     note = axes.annotate(
         _text(text),
         place,

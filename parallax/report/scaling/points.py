@@ -171,8 +171,8 @@ class SweepResults:
         return min(known, key=lambda pair: sign * pair[1])[0]
 
     def by_key(self, key: str) -> list[Series]:
-        """Return series of points. The points of a series have a metric, and differ only in the swept setting
-        ``key``."""
+        """Return the points that have a metric and the swept setting ``key`` as series. The points of a series differ
+        only in this setting."""
         known = [p for p in self.points if key in p.swept and self.value(p) is not None]
         return _series(known, lambda p: tuple(item for item in p.swept.items() if item[0] != key))
 

@@ -99,7 +99,8 @@ def results_table(results: SweepResults) -> RenderableType:
 
 
 def best_line(results: SweepResults) -> list[str]:
-    """Return a list with one line about the best point and its overrides; an empty list if the sweep has no metric."""
+    """Return a list with one line about the best point and its settings. The list is empty if no point has a metric, or
+    if there is only one point."""
     best = results.best
     if best is None or len(results.points) < 2:
         return []
@@ -158,8 +159,8 @@ def _plain(text: str) -> str:
 
 
 def _gains(results: SweepResults, *, weak: bool) -> dict[str, Gain]:
-    """Return name of point → speed-up and efficiency. Points in a series with only one number of devices are left
-    out."""
+    """Return a mapping from the name of a point to its speed-up and efficiency, under weak scaling if ``weak`` is set,
+    otherwise under strong scaling. Points in a series with only one number of devices are left out."""
     found = results.weak() if weak else results.strong()
     return {point.name: each.gain(point) for each in found if each.scales for point in each.points}
 
