@@ -97,7 +97,8 @@ def run(parsed: argparse.Namespace) -> int:
 @dataclass(frozen=True)
 class Column:
     """One of the tensors of a row. ``shape``: its shape in one row. ``step_bytes``: its bytes in a global batch.
-    ``low`` and ``high``: the smallest and the largest value in a few rows; None if no value is finite."""
+    ``low`` and ``high``: the smallest and the largest finite value in a few rows; None if no value is finite.
+    ``non_finite``: the number of values in these rows that are not finite."""
 
     name: str
     dtype: str
@@ -110,8 +111,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Lengths:
-    """A histogram over ``rows`` rows. It counts, for each row, the targets that the loss does not ignore. ``counts``:
-    the number of rows in each of several equal ranges from ``low`` to ``high``."""
+    """A histogram of the lengths of ``rows`` rows. The length of a row is the number of its targets that the loss does
+    not ignore. ``low``, ``mean`` and ``high``: the smallest, the mean and the largest length. ``counts``: the number of
+    rows in each of several equally wide ranges of lengths from ``low`` to ``high``."""
 
     rows: int
     low: int
@@ -122,7 +124,9 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Reading:
-    """The speed of reading in one process: rows per second in total, and for each part of reading."""
+    """The speed of reading in one process. ``rows``: the number of rows that were read. ``rows_per_second``: the speed
+    of all parts of reading together. ``parts``: part of reading, such as ``decode`` → the speed of this part alone, in
+    rows per second. ``lengths``: the lengths of the rows; None if they are all equal, or unknown."""
 
     rows: int
     rows_per_second: float
@@ -132,7 +136,11 @@ class Reading:
 
 @dataclass(frozen=True)
 class Overview:
-    """The figures that the command shows. ``rows``: None if the source does not know its number of rows."""
+    """The figures that the command shows. ``rows``: the number of training rows; None if the source does not know it.
+    ``validation``: name → number of rows of each held-out set. ``fingerprint``: a digest of the rows; None if the
+    source has none. ``first_rows``: the values of some rows as text, by the names of ``columns``. ``workers``: the
+    setting ``data.workers``; None if this kind of data has no workers. ``auto_workers``: the number of workers that
+    ``data.workers=auto`` starts. ``remarks``: messages for the user about the data."""
 
     label: str
     rows: int | None
@@ -270,7 +278,8 @@ def _number(value: Any) -> str:
 
 
 def _read(config: RunConfig, source: Any, rows: int | None, work: LongWork) -> Reading:
-    """Read rows in the order of training for about two seconds, without workers."""
+    """Read rows in the order of training for about two seconds, without workers, and return the speed. ``rows``: the
+    number of training rows; None if unknown."""
     request = min(config.trainer.global_batch, _TIMED_ROWS)
     count, lengths, next_report = 0, list[int](), 0.0
     begun = time.monotonic()

@@ -157,8 +157,9 @@ def count_of(option: str, value: int | None) -> int | None:
 
 
 def _points(axes: Sequence[Sequence[tuple[str, str]]]) -> list[list[str]]:
-    """Return the settings of each task of a job array; an empty list if the job is not an array. All tasks use the same
-    nodes."""
+    """Return the settings of each task of a job array: one task for each combination of one (key, value) pair from each
+    of ``axes``. Return an empty list if there are no axes, so that the job is not an array. Raises :class:`ConfigError`
+    for a key such as ``cluster.nodes``, because all tasks use the same number of nodes and devices."""
     for key, _ in (pair for axis in axes for pair in axis[:1]):
         if key in ("cluster", "cluster.nodes", "cluster.devices", "name"):
             raise ConfigError(

@@ -46,7 +46,8 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def with_options_of(folder: str, overrides: Sequence[str]) -> list[str]:
-    """Return ``overrides`` with one more, which adds ``folder``, a folder of option files, to Hydra's search path."""
+    """Return ``overrides`` and, before them, the override that adds ``folder``, a folder of option files, to Hydra's
+    search path."""
     return [searchpath(folder_of_options("--config-dir", folder)), *overrides]
 
 
@@ -214,7 +215,9 @@ def plan_file(path: Path) -> Path:
 
 
 def read_plan(path: Path, class_paths: dict[str, str]) -> tuple[Plan, Inputs]:
-    """Load a plan and its :class:`Inputs`, and import its schedule."""
+    """Return the plan at ``path`` (a plan file, a run directory or the name of a run), with its schedule imported, and
+    the :class:`Inputs` from which it was made. ``class_paths``: the class paths on the command line, which a user's
+    schedule must be among."""
     file = plan_file(path)
     plan, inputs = Plan.load(file), Inputs.load(inputs_path(file))
     inputs.check(plan)

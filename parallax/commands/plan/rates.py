@@ -15,8 +15,9 @@ PLANNED_ROWS = "trainer.global_batch=${serve.max_batch_rows}"
 
 
 def compose_rated(overrides: Sequence[str]) -> RunConfig:
-    """Return the settings. If they set ``serve.requests_per_second``, the batch to plan for is that of the server, and
-    settings that plan no server raise :class:`ConfigError`."""
+    """Return the settings that ``overrides`` define. If they set ``serve.requests_per_second``, the global batch is by
+    default the largest batch of the server. Raises :class:`ConfigError` if ``serve.requests_per_second`` is set but the
+    settings do not plan a server."""
     config = compose(overrides)
     if config.serve.requests_per_second:
         config = compose([PLANNED_ROWS, *overrides])
