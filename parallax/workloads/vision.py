@@ -13,7 +13,8 @@ RESNETS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 def _convolution(
     channels: int, out: int, kernel: int, stride: int = 1, groups: int = 1, act: bool = True
 ) -> nn.Sequential:
-    """Return a convolution without bias, a BatchNorm and, with ``act``, a ReLU."""
+    """Return a convolution from ``channels`` to ``out`` channels without bias, a BatchNorm and, with ``act``, a
+    ReLU."""
     layers = [
         nn.Conv2d(channels, out, kernel, stride, kernel // 2, groups=groups, bias=False),
         nn.BatchNorm2d(out),
@@ -22,7 +23,8 @@ def _convolution(
 
 
 class Bottleneck(nn.Module):
-    """The bottleneck block of ResNet: three convolutions and a shortcut."""
+    """The bottleneck block of ResNet: three convolutions and a shortcut. The first two convolutions have ``width``
+    channels, the output has four times as many."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()

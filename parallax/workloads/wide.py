@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 
 class Branch(nn.Module):
-    """Two convolutions over the image, the first with a kernel of size ``kernel``. The output is the mean and the
-    maximum of each channel."""
+    """Two convolutions over the image, the first with a kernel of size ``kernel``. The output has 2 · ``channels``
+    numbers for each image: the mean and the maximum of each channel."""
 
     def __init__(self, channels: int, kernel: int) -> None:
         super().__init__()
