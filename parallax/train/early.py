@@ -70,7 +70,7 @@ class OutOfPatience:
         return ""
 
     def summary_entries(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:  # noqa: ARG002
-        """Return the best value so far."""
+        """Return the best value of the metric so far, as the entry ``best_METRIC``."""
         return {f"best_{self._tracked.metric}": self._tracked.best}
 
 

@@ -154,7 +154,7 @@ class Stopping:
         return self._first() is not None
 
     def columns(self) -> dict[str, float]:
-        """Return this rank's number for each reason."""
+        """Return the result of :meth:`StopReason.stop_requested` on this rank, for each reason."""
         return {f"stop_{n}": reason.stop_requested() for n, reason in enumerate(self._reasons)}
 
     def agree(self, columns: Mapping[str, Sequence[float]]) -> None:

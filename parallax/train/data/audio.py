@@ -131,7 +131,8 @@ class AudioTable:
         return found
 
     def read(self, rows: Numbers, seeds: Seeds, parts: frozenset[str]) -> Values:
-        """Return inputs as float32 of shape (rows, channels, samples)."""
+        """Return the ``parts`` (inputs, targets) of ``rows``: windows as float32 of shape (rows, channels, samples),
+        and labels. ``seeds`` select the windows."""
         found: Values = {}
         if TARGETS in parts:
             found[TARGETS] = self._clips.labels[rows]

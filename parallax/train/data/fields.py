@@ -39,7 +39,7 @@ class SampleField(Protocol):
         the random numbers of each value. ``where(i)`` returns the place of value i, for error messages."""
 
     def plain(self) -> SampleField:
-        """Return the field for evaluation, without random augmentation."""
+        """Return the decoder of this field for evaluation, which does no random augmentation."""
 
 
 class ImageField:

@@ -209,7 +209,8 @@ def _opener(path: str, flags: int) -> int:
 
 
 class _FoundImages:
-    """Collects the files of an index."""
+    """Collects the names, sizes, times and labels of image files, from which an index is made. ``advance(n)`` shows
+    that n more files were found."""
 
     def __init__(self, advance: Callable[[int], None]) -> None:
         self._names, self._advance = NameList(), advance

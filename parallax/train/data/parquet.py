@@ -89,7 +89,9 @@ class ParquetDataConfig(IndexedDataConfig):
 
 
 class ParquetTable:
-    """Rows of several files with equal columns."""
+    """Rows of several files whose columns have the same names and types. ``limit``: the maximum bytes of decoded row
+    groups in the cache of a process. ``stack``: whether to combine the input columns into one float32 array. ``label``:
+    the name of the data in messages."""
 
     whole = False
 

@@ -134,7 +134,8 @@ def load_pretrained(path: Path) -> Any:
 
 
 def needs_library(name: str, extra: str = "hf") -> ConfigError:
-    """Return the error for a library that is not installed."""
+    """Return the error for the library ``name``, which is not installed. ``extra``: the optional part of Parallax's
+    package with which the user can install the library."""
     return ConfigError(
         f"these data need {name}; install it with pip install 'parallax-train[{extra}]'"
     )

@@ -50,7 +50,7 @@ class HealthMonitor:
         return batch
 
     def stepped(self, result: StepResult) -> None:
-        """Record the step that used the rows."""
+        """Record the figures of the step that used the rows of the last :meth:`fetch`."""
         self._busy, self._seconds = busy_seconds(result.spans), result.seconds
         self._input_seconds = self.fetch_seconds + result.input_seconds
         self._alarm.mark(STEP)
@@ -92,8 +92,8 @@ class HealthMonitor:
         return {"input_seconds": self._input_seconds, "input_share": self.input_share}
 
     def slow(self) -> str:
-        """Return a text that names the slow ranks; empty if no rank is slow. With slow ranks, another plan may be
-        faster."""
+        """Return a text that names all ranks that were found to be slow so far; empty if there are none. With slow
+        ranks, another plan may be faster."""
         return "; ".join(map(str, self.stragglers))
 
     def summary(self) -> dict[str, Any]:

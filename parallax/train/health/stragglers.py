@@ -65,11 +65,11 @@ class Straggler:
 class _RankWork:
     """The work of a rank in a step.
 
-    ``micro_batches``  the number of micro-batches in which it has rows
-    ``rows``           the number of its rows
+    ``micro_batches``  the number of micro-batches in which the rank has rows
+    ``rows``           the number of rows of the rank
     ``least``          predicted seconds, if the seconds of a micro-batch grow with its rows
     ``most``           predicted seconds, if a micro-batch takes equally long for any number of rows
-    ``dispatch``       seconds that dispatching its actions may take
+    ``dispatch``       seconds that dispatching the actions of the rank may take
     """
 
     micro_batches: int
@@ -196,7 +196,8 @@ def _weighted_median(found: Sequence[tuple[float, float]]) -> float:
 
 
 def _predicted_seconds(plan: Plan, pipeline_rank: int) -> float:
-    """Return the predicted seconds of a replica that has the most rows in every micro-batch; 0 without a prediction."""
+    """Return the seconds that a replica with the most rows in every micro-batch is predicted to compute in a step; 0 if
+    the plan has no prediction."""
     stages = plan.prediction.stages
     return (
         sum(stages[pipeline_rank].seconds.get(term, 0.0) for term in _PREDICTED) if stages else 0.0
@@ -220,8 +221,8 @@ def _most_rows(plan: Plan, pipeline_rank: int) -> int:
 
 
 def _work(plan: Plan, place: Coordinate, seconds: float) -> _RankWork:
-    """Return the work of the replica at ``place``. ``seconds``: the predicted seconds of a replica that has the most
-    rows in every micro-batch."""
+    """Return the work of the replica at ``place``. ``seconds``: the seconds that a replica with the most rows in every
+    micro-batch is predicted to compute in a step."""
     replicas = plan.stages[place.pipeline_rank].replicas
     count = plan.micro_batches(plan.global_batch)
     parts = [micro_batch_rows(plan.global_batch, count, micro) for micro in range(count)]

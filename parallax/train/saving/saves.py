@@ -63,7 +63,7 @@ class Saves:
                 self._log_saved(logger, self._engine.saving.pending.advance(progress))
 
     def resumed(self, path: Path) -> None:
-        """Record that the run resumes from ``path``."""
+        """Record that the run resumes from the checkpoint ``path``."""
         if path.parent == self._directory:
             self._saved = step_of(path)
 
