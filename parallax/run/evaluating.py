@@ -25,8 +25,9 @@ from parallax.train.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """The figures of one evaluation. ``sets``: name → figures of each held-out set, the main one first. ``peak_bytes``:
-    the peak memory of each rank."""
+    """The figures of one evaluation. ``step``: the step of the evaluated weights. ``sets``: name → figures of each
+    held-out set, with the main set first. ``seconds``: the duration of the evaluation. ``peak_bytes``: the peak memory
+    of each rank's device."""
 
     job: ForwardJob
     step: int

@@ -219,7 +219,8 @@ def _slowest(links: Sequence[Link]) -> Link:
 
 
 def swap_folder(swap: SwapConfig, scratch: Path | None) -> Path:
-    """Return the folder of swap files."""
+    """Return the folder of swap files: the one that the settings name, otherwise ``scratch``, or the system's temporary
+    folder if ``scratch`` is None."""
     return (
         Path(swap.directory) if swap.directory != "auto" else scratch or Path(tempfile.gettempdir())
     )

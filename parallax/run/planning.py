@@ -63,8 +63,9 @@ Loss = Callable[[Any, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan with its inputs. ``remarks``: messages for the user about the devices. ``groups``: the optimizer's
-    parameter groups; empty if the plan was made without the model."""
+    """A plan, the profile and the cluster from which it was made, and ``forecast``, the prediction of a step under the
+    plan. ``remarks``: messages for the user about the devices. ``groups``: the optimizer's parameter groups; empty if
+    the plan was made without the model."""
 
     plan: Plan
     forecast: Forecast

@@ -120,7 +120,8 @@ class _Watchdog:
         self._woken, self._wake = socket.socketpair()
 
     def start(self) -> None:
-        """Start to watch and to handle signals. After an exception, :meth:`close` restores the previous handlers."""
+        """Start to watch and to handle signals. If this method raises an exception, call :meth:`close`, which restores
+        the previous handlers."""
         self._wake.setblocking(False)
         for number in self._handlers:
             signal.signal(number, self._answer)

@@ -47,8 +47,9 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change of the settings. ``text`` describes the change. ``overrides`` are the settings that the user must type.
-    ``seconds``: the predicted time from one step to the next with the change."""
+    """A change of the settings. ``cause``: the cause of lost time that the change addresses. ``text`` describes the
+    change. ``overrides``: the changed settings, as the user must type them. ``seconds``: the predicted time from one
+    step to the next with the change."""
 
     cause: Cause
     text: str

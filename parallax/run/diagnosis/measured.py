@@ -130,7 +130,7 @@ def predicted_terms(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def _bounds(spans: Sequence[Span]) -> dict[int, tuple[float, float]]:
-    """Return step → first start and last end."""
+    """Return a mapping from step to the start of its first action and the end of its last one, in seconds."""
     bounds: dict[int, tuple[float, float]] = {}
     for span in spans:
         start, end = bounds.get(span.step, (span.start, span.end))

@@ -146,7 +146,8 @@ class _Import:
         )
 
     def write(self, folder: Path, step: int, state: dict[str, Any]) -> None:
-        """Write the checkpoint of ``step`` as a new folder inside ``folder``."""
+        """Write the checkpoint of ``step`` as a new folder inside ``folder``. ``state``: the state of the data source,
+        as stored in checkpoints."""
         partial = checkpoint.partial_folder(folder, step)
         checkpoint.begin(partial)
         try:

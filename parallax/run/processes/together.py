@@ -82,7 +82,8 @@ def read_together(
 
 
 def compare(run: PreparedRun) -> None:
-    """Check at the first barrier that every rank has read the same settings and the same plan."""
+    """Raise :class:`PlanError` unless every rank has read the same settings and the same plan. All ranks must call this
+    function."""
     mine = run.fingerprints(), configuration.dump(run.config), run.plan.to_dict()
     found = all_gather_result(lambda: mine)
     for rank, (fingerprints, text, plan) in enumerate(found):
@@ -94,8 +95,9 @@ def compare(run: PreparedRun) -> None:
 
 
 def compare_rows(source: Source, nodes: Nodes) -> None:
-    """Check that every rank has the same rows, if the source has a ``fingerprint`` of them. Each rank opens the source
-    on its own host, where files may differ."""
+    """Raise :class:`DataError` unless the sources of all ranks have the same ``fingerprint`` of their rows. Sources
+    without a fingerprint are not compared. All ranks must call this function. Each rank opens the source on its own
+    host, where files may differ."""
     mine = str(getattr(source, "fingerprint", ""))
     for rank, found in enumerate(prints := all_gather_result(lambda: mine)):
         if found != prints[0]:

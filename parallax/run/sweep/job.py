@@ -212,7 +212,8 @@ def _bind_to_parent() -> Callable[[], object] | None:
 
 
 def _reason(log: Path, start: int) -> str:
-    """Return why a run ended: its own last message, otherwise the last line of its output."""
+    """Return why a run ended: the last message that Parallax printed, otherwise the last line of its output. ``log``:
+    the file with the output of the run. ``start``: the byte in this file where the output of the last start begins."""
     with log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(start, size - _READ))
