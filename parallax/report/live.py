@@ -82,7 +82,7 @@ class LiveRun:
 
     @property
     def rows_per_second(self) -> float | None:
-        """Return the rows of all replicas per second."""
+        """Return the rows per second that all replicas together train on; None if the speed of a replica is unknown."""
         return _sum([rank.rows_per_second for rank in self.ranks if rank.stage == 0])
 
     @property
@@ -91,7 +91,7 @@ class LiveRun:
 
     @property
     def utilization(self) -> float | None:
-        """Return the model FLOP utilization of all devices."""
+        """Return the mean model FLOP utilization of all devices, as a fraction; None if that of a device is unknown."""
         total = _sum([rank.utilization for rank in self.ranks])
         return None if total is None else total / len(self.ranks)
 

@@ -24,7 +24,8 @@ MOST_COLUMNS = 8  # pipeline ranks whose terms stand side by side
 
 
 def plan_table(plan: Plan, profile: ModelProfile | None = None) -> Table:
-    """Return a table of the stages, in which consecutive equal stages share a row. The caption has the prediction."""
+    """Return a table of the stages of ``plan``, in which consecutive equal stages share a row. The caption has the
+    predicted speed, bubble and budget. The title has the number of parameters if ``profile`` is given."""
     trains, prediction = plan.task.trains, plan.prediction
     parameters = f"{parameters_of(profile)} in " if profile else ""
     table = Table(

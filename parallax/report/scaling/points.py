@@ -26,7 +26,7 @@ _TOLERANCE = 0.02  # tolerated excess of an efficiency: medians of two runs diff
 
 @dataclass(frozen=True)
 class RankPeak:
-    """The peak memory of a rank's device."""
+    """The measured and the predicted peak of a rank's device memory, in bytes."""
 
     measured: int
     predicted: int
