@@ -239,7 +239,7 @@ class Callbacks:
                 self._guarded(each, hook, partial(function, self.run))
 
     def state(self) -> dict[str, Any]:
-        """Return name → state for each callback with a method ``state_dict``."""
+        """Return a mapping from name to state, for the callbacks with a method ``state_dict``."""
         states = {
             each.name: self._guarded(each, "state_dict", each.callback.state_dict)
             for each in self._named

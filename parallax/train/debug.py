@@ -131,7 +131,8 @@ class Window:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Return a context that starts recording before the first step to record and stops it after the last one."""
+        """A context for one step. Recording starts when the context of the first step to record is entered, and stops
+        at the end of that of the last one."""
         self._count += 1
         if self._count == self._first:
             self._start()

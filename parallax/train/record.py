@@ -238,13 +238,13 @@ class RunRecord:
         return self._measured
 
     def _predicted_spans(self) -> list[Span]:
-        """Return the predicted span of each action; none if their file is missing."""
+        """Return the predicted span of each action; an empty list if the file with the predictions is missing."""
         path = self._directory / PREDICTED_EVENTS
         return list(read_events(path)) if path.is_file() else []
 
 
 def _spans_of(path: Path) -> list[Span]:
-    """Return the measured spans that an earlier start wrote; none if the file cannot be read."""
+    """Return the measured spans that an earlier start of the run wrote; an empty list if the file cannot be read."""
     try:
         return list(read_events(path))
     except ConfigError:

@@ -36,9 +36,9 @@ class Columns:
     def chosen(
         cls, label: str, known: Collection[str], inputs: Names, targets: Names, *, by_name: bool
     ) -> Columns:
-        """Return the columns that the settings ``inputs`` and ``targets`` select; auto follows the same rules as in
-        ``data=dataset``. ``by_name``: whether the model takes its inputs as keyword arguments. Raises
-        :class:`DataError` for a name that is not ``known``."""
+        """Return the columns that the settings ``inputs`` and ``targets`` select; auto follows the rules of
+        :class:`~parallax.train.data.dataset.DatasetDataConfig`. ``by_name``: whether the model takes its inputs as
+        keyword arguments. Raises :class:`DataError` for a name that is not ``known``."""
         several = listed(targets)
         if missing := [name for name in several if name not in known]:
             raise DataError(

@@ -248,9 +248,9 @@ class IndexedSource(HeldOutSets):
         workers: Workers | None = None,
         limit: int = 2**28,
     ) -> dict[str, HeldOutRows]:
-        """Return name → held-out rows for each table in ``tables``. ``seed``: the seed of the rows' random numbers.
-        ``workers``: the processes that prefetch rows; None if rows are not prefetched. ``limit``: the maximum bytes of
-        prefetched rows of a table."""
+        """Return a mapping from name to held-out rows, for the tables in ``tables``. ``seed``: the seed of the rows'
+        random numbers. ``workers``: the processes that prefetch rows; None if rows are not prefetched. ``limit``: the
+        maximum bytes of prefetched rows of a table."""
         return {
             name: HeldOutRows(Loader(name, table, seed, workers, limit), len(table))
             for name, table in tables.items()

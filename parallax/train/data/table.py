@@ -50,7 +50,8 @@ class Table(Protocol):
 
 
 class Chosen:
-    """``count`` rows of ``table``: row i is row ``order(first + i)`` of the table."""
+    """A part of ``table`` with ``count`` rows in another order: row i is the row of ``table`` with the number
+    ``order(first + i)``."""
 
     def __init__(self, table: Table, order: Any, first: int, count: int) -> None:
         self._table, self._order, self._first, self._count = table, order, first, count

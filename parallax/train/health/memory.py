@@ -52,8 +52,8 @@ class Growth:
 
 
 class MemoryAlarm:
-    """Watches the memory of one rank, and reports growth once. ``tiers()`` returns kind → bytes of this rank's tensors,
-    such as optimizer states. ``ranks``: the number of ranks on this host, which share the host's free memory.
+    """Watches the memory of one rank, and reports growth once. ``tiers()`` returns the bytes of this rank's tensors by
+    kind, such as optimizer states. ``ranks``: the number of ranks on this host, which share the host's free memory.
     ``resident()`` returns the resident bytes of this process. ``free(n)`` returns the bytes that each of n more
     processes could use on this host."""
 
@@ -149,7 +149,7 @@ def probable_cause(before: _Account, now: _Account) -> str:
 
 
 def _tensors() -> Counter[Shape]:
-    """Return shape and type → bytes, for all tensors that Python's garbage collector tracks."""
+    """Return the bytes of all tensors that Python's garbage collector tracks, by the shape and type of the tensors."""
     found: Counter[Shape] = Counter()
     for thing in gc.get_objects():
         if type(thing) is torch.Tensor and thing.layout is torch.strided and not thing.is_nested:

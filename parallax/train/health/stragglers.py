@@ -161,7 +161,7 @@ class StragglerDetector:
         return steps >= MOST and self._factor(rank) >= typical
 
     def _factor(self, rank: int) -> float:
-        """Return how many times as long as expected the rank computes: the median over the window."""
+        """Return how many times as long as expected the rank computes: the median over the last steps."""
         return statistics.median(
             [
                 busy[rank] / expected[rank] if expected[rank] > 0 else 1.0

@@ -58,7 +58,8 @@ class LogSender:
             self._fail("is too slow, so it gets some of the points only")
 
     def take_failures(self) -> dict[str, int]:
-        """Return message → number of points that were lost since the last call."""
+        """Return a mapping from message to the number of points that were lost, for the failures since the last call of
+        this method."""
         with self._lock:
             taken, self._failures = self._failures, {}
         return taken
