@@ -157,7 +157,7 @@ def check_spans(spans: Sequence[Span], directory: Path, plan: Plan) -> None:
 
 
 def typical_step(spans: Sequence[Span]) -> list[Span]:
-    """Return the spans of the step of median length."""
+    """Return the spans (times of actions) of the step with the median duration."""
     bounds: dict[int, tuple[float, float]] = {}
     for span in spans:
         start, end = bounds.get(span.step, (span.start, span.end))

@@ -268,8 +268,8 @@ def _sampled(config: RunConfig, *, quiet: bool = True) -> Rows:
 
 
 def _check_inputs(what: str, batch: Rows) -> None:
-    """Raise :class:`DataError` if the inputs are a list of tensors, one for each row, instead of one tensor, or if the
-    inputs are padded to the longest row of each batch."""
+    """Raise :class:`DataError`, whose message calls the inputs ``what``, if the inputs of ``batch`` are a list of
+    tensors, one for each row, instead of one tensor, or if the inputs are padded to the longest row of each batch."""
     one, two = (flatten(batch.inputs(0, rows))[0] for rows in (1, 2))
     if len(one) != len(two):
         raise DataError(

@@ -99,9 +99,9 @@ def predict(
 
 
 def _tensors(results: Any, top: int) -> Named:
-    """Return name → tensor in host memory, for the tensors in a model's return value. A single tensor is called
-    ``output``; others are named by their keys or numbers. With ``top``, return instead the ``top`` best classes and
-    their softmax scores."""
+    """Return the tensors in a model's return value by name, in host memory. A single tensor is called ``output``;
+    others are named by their keys or numbers. With ``top``, return instead the ``top`` best classes and their softmax
+    scores."""
     if top:
         return _top(scores_of(results), top)
     found = output_tensors(results)

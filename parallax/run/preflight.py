@@ -72,7 +72,7 @@ def check_versions(nodes: Nodes) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Return name → version of Python and of the libraries in this process."""
+    """Return the versions of Python and of the libraries in this process, by name."""
     return {
         "python": ".".join(platform.python_version_tuple()[:2]),
         "parallax": parallax.__version__,

@@ -68,8 +68,8 @@ def prepare(
     patience_seconds: float = 0.0,
 ) -> PreparedRun:
     """Compose the settings, plan, and write the run directory, which stays locked until ``held`` is closed. If the
-    directory exists, the run resumes from its last checkpoint, under any plan, with its stored settings changed by
-    ``overrides``.
+    directory exists, the run resumes from its last checkpoint, possibly under another plan, with its stored settings
+    changed by ``overrides``.
 
     ``present``: the cluster of all nodes of the run, if there are several nodes; this process is on the first node.
     ``patience_seconds``: how long to wait if another process has locked the directory.
@@ -206,7 +206,8 @@ def _place(directory: Path, fill: Callable[[Path], None]) -> None:
 
 
 def run_files(directory: Path) -> dict[str, bytes]:
-    """Return name → content of a prepared run's files, for nodes that do not see its directory."""
+    """Return a mapping from name to content of the files of the prepared run in ``directory``, for nodes that do not
+    see this directory."""
     plan = directory / "plan.yaml"
     names = STORED, "profile.json", plan.name, inputs_path(plan).name, PREDICTED_EVENTS
     return {name: (directory / name).read_bytes() for name in names if (directory / name).is_file()}

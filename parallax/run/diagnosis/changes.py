@@ -129,7 +129,7 @@ class _Doctor:
     # ---- causes
 
     def _costs(self) -> dict[Cause, float]:
-        """Return cause → the seconds per step that it costs."""
+        """Return the seconds per step that each cause costs."""
         run, now = self._run, self._now
         found = {Cause.CHECKPOINT: self._measured.mean[CHECKPOINT]}
         waits = max(map(sum, zip(self._measured.read_seconds, self._measured.fetch_seconds)))

@@ -59,7 +59,7 @@ class Measured:
 
     @property
     def mean(self) -> dict[str, float]:
-        """Return the mean of each term over the ranks."""
+        """Return the seconds of each term, averaged over the ranks."""
         return {
             term: statistics.fmean(each[term] for each in self.terms.values()) for term in TERMS
         }

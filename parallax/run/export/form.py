@@ -41,7 +41,7 @@ class Weights(Protocol):
     """The values of a model's tensors, by the model's names."""
 
     def held(self) -> dict[str, Tensor]:
-        """Return name → tensor, without values."""
+        """Return a mapping from name to meta tensor (without values), for the tensors to export."""
         ...
 
     def read(self, name: str) -> Tensor: ...
@@ -64,8 +64,8 @@ class CheckpointTensors:
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint to export, with its model, which is on the meta device, and the ``weights`` to export. ``settings``:
-    the settings of the run."""
+    """A checkpoint to export, with its model, which is on the meta device, and the ``weights`` to export, for example
+    merged ones. ``reader``: reads the checkpoint. ``settings``: the settings of the run."""
 
     model: nn.Module
     reader: CheckpointReader

@@ -27,8 +27,9 @@ _OF_OPTIMIZER = ("optimizer.state.", "optim.state.")
 
 @dataclass(frozen=True)
 class ImportSource:
-    """The source files of an import. ``weights``: reads weights by the model's names. ``states``: parameter → optimizer
-    state → its name in ``files``. ``unread``: names in the files that are not recognized."""
+    """The source files of an import. ``weights``: reads weights by the model's names. ``states``: for each parameter, a
+    mapping from the name of an optimizer state to its name in ``files``. ``unread``: names in the files that are not
+    recognized."""
 
     weights: CheckpointWeights
     files: TensorFiles
@@ -95,12 +96,14 @@ class _Renamed:
 
 
 def _with_prefix(names: Collection[str], prefix: str) -> dict[str, str]:
-    """Return name without prefix → full name, for those ``names`` that begin with ``prefix``."""
+    """Return a mapping with those ``names`` that begin with ``prefix`` as values, and these names without the prefix as
+    keys."""
     return {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
 
 
 def _states(path: Path, names: Collection[str]) -> dict[str, dict[str, str]]:
-    """Return parameter → optimizer state → name in the files, for those ``names`` that are of optimizer states.
+    """Return the names of optimizer states in the files at ``path``: for each parameter a mapping from the name of a
+    state, such as ``exp_avg``, to its name in the files.
 
     ``names`` are all names in the files at ``path``. Raises :class:`CheckpointError` if they contain a state twice.
     """

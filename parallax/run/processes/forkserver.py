@@ -96,10 +96,11 @@ class ForkServer:
         given_up: Callable[[], bool] = lambda: False,
         ending_seconds: float = ENDING_SECONDS,
     ) -> dict[int, int]:
-        """Wait until all ranks have ended; return rank → exit code, in the order in which they ended. When one rank has
-        failed, the others should end by themselves. Ranks that have not ended ``ending_seconds`` after the failure are
-        killed, and omitted from the result. ``given_up()`` is called about every second. When it returns True, all
-        ranks are killed, and the killed ranks are omitted. Raises :class:`ServerLost` if the fork server has ended."""
+        """Wait until all ranks have ended. Return a mapping from rank to exit code, in the order in which the ranks
+        ended. When one rank has failed, the others should end by themselves. Ranks that have not ended
+        ``ending_seconds`` after the failure are killed, and omitted from the result. ``given_up()`` is called about
+        every second. When it returns True, all ranks are killed, and the killed ranks are omitted. Raises
+        :class:`ServerLost` if the fork server has ended."""
         deadline, over = float("inf"), False
         while self._living and time.monotonic() < deadline and not over:
             self._receive_next(min(deadline - time.monotonic(), _CHECK_SECONDS))

@@ -128,7 +128,8 @@ def summary_of(directory: Path) -> dict[str, Any] | None:
 
 
 def outcomes(folder: Path) -> dict[str, PointOutcome]:
-    """Return name → outcome of the points of a sweep so far, in the order of the points."""
+    """Return the outcomes so far of the points of the sweep in ``folder``: a mapping from the name of a point to its
+    outcome, in the order of the points."""
     found = {
         path.parent.name: outcome
         for path in folder.glob(f"*/{POINT}")

@@ -129,7 +129,7 @@ def _metrics(
 
 
 def _last_values(directory: Path) -> dict[str, float]:
-    """Return column → last number in a run's metrics.jsonl."""
+    """Return the last number in each column of a run's ``metrics.jsonl``, by column."""
     found: dict[str, float] = {}
     with contextlib.suppress(OSError, ValueError):
         for line in read_lines(directory / METRICS):
