@@ -28,8 +28,8 @@ _ACTIONS = ("forward", "backward", "backward_weight", "update")
 class Occupancy:
     """The memory that one rank's swap uses during one step.
 
-    ``samples``: (seconds, bytes on the device, bytes in the offload tier) at every change. ``spans``: the times of the
-    actions, on the same clock of the rank's host. ``limit_bytes``: the swap's limit on the device.
+    ``samples``: (time in seconds, bytes on the device, bytes in the offload tier) at every change. ``spans``: the times
+    of the actions, on the same clock as the samples. ``limit_bytes``: the swap's limit on the device.
     """
 
     rank: int

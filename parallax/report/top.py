@@ -249,7 +249,8 @@ def _rounded(number: float | None) -> str:
 
 
 def _count(number: float | None) -> str:
-    """Return a number with at most three digits and a unit."""
+    """Return a number with at most three digits and, from a thousand, one of the letters k, M and G; empty if
+    unknown."""
     if number is None:
         return ""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):

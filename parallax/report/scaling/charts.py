@@ -266,7 +266,7 @@ def _draw_metric(axes: Any, found: list[Series], results: SweepResults, key: str
 
 
 def _numbers(values: Sequence[str]) -> dict[str, float]:
-    """Return value → position on the axis: the value itself if all values are numbers, otherwise its index."""
+    """Return the position of each value on an axis: the value itself if all values are numbers, otherwise its index."""
     found = {value: _number(value) for value in values}
     if any(number is None for number in found.values()):
         return {value: float(index) for index, value in enumerate(values)}

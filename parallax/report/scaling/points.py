@@ -177,7 +177,7 @@ class SweepResults:
         return _series(known, lambda p: tuple(item for item in p.swept.items() if item[0] != key))
 
     def doubts(self) -> dict[str, str]:
-        """Return name of point → why its speed is doubtful, for doubtful points."""
+        """Return a mapping from the name of each point with a doubtful speed to the reason why it is doubtful."""
         found: dict[str, str] = {}
         for series in (*self.strong(), *self.weak()):
             for point in series.points:
