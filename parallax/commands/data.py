@@ -203,8 +203,8 @@ def _sample(source: Any, rows: int) -> Rows:
 
 
 def _tensors(config: RunConfig, batch: Rows) -> dict[str, Tensor]:
-    """Return name → tensor for the inputs and targets of ``batch``, as a run converts them. Tensors whose first
-    dimension is not the rows are left out."""
+    """Return the tensors in the inputs and targets of ``batch`` by name, in the dtypes to which a run converts them.
+    Tensors whose first dimension is not the rows are left out."""
     rows, dtype = len(batch), config.precision.parameter_dtype
     parts = {INPUTS: batch.inputs(0, rows), TARGETS: batch.targets(0, rows)}
     found = {}

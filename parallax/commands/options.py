@@ -64,7 +64,7 @@ def add_class_paths(parser: argparse.ArgumentParser) -> None:
 
 
 def class_paths_of(parsed: argparse.Namespace) -> dict[str, str]:
-    """Return key → class path for the class paths on the command line."""
+    """Return a mapping from setting to class path, for the class paths on the command line."""
     named: dict[str, str] = {}
     for word in parsed.overrides:
         key, _, value = word.partition("=")

@@ -27,8 +27,8 @@ SHORT = {"devices": "cluster.devices", "nodes": "cluster.nodes"}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """The outcome for one combination of settings: its plan and costs, or why there is no plan. Costs are in the
-    currency of ``cluster.price_per_hour``; they are 0 if prices are unknown. Numbers of tokens are 0 if rows are not
-    tokens."""
+    currency of ``cluster.price_per_hour``; they are 0 if prices are unknown. ``tokens_per_second`` is 0 if rows are not
+    tokens. ``replicas``: the number of replicas of each stage."""
 
     settings: dict[str, str]
     fits: bool
