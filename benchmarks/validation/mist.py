@@ -186,7 +186,9 @@ class Case:
             )
             flight = SCHEDULE.in_flight(len(self.partition), index, self.micro_batches)
             widened = self.widened(profile, stage.start, stage.stop, replicas)
-            found.append({**load.memory(flight, stage.swap_limit_bytes), "widened": widened})
+            memory = load.memory(flight, stage.swap_limit_bytes)
+            reserve = memory["reserve"] + memory["allocator"]
+            found.append({**memory, "allocator": 0, "reserve": reserve, "widened": widened})
         return found
 
     def widened(self, profile: ModelProfile, start: int, stop: int, replicas: int) -> int:

@@ -25,7 +25,7 @@ from parallax.plan.cluster import Cluster, Device
 from parallax.plan.cost.communicators import beside
 from parallax.plan.cost.offload_tier import with_offload_bytes
 from parallax.plan.cost.peak import with_kept
-from parallax.plan.cost.stage import StageLoad, load_planned, passing_bytes, rank_memory
+from parallax.plan.cost.stage import StageLoad, load_planned, passing_bytes, rank_gaps, rank_memory
 from parallax.plan.edge import Edge
 from parallax.plan.lists import evaluation_actions
 from parallax.plan.plan import (
@@ -182,7 +182,7 @@ def forward_memory(
     total["workspace"] = max(passing["workspace"] for passing in found)  # one block runs at a time
     total["communicators"] = 0  # replicas exchange nothing
     total["loss"] = 0  # kept outputs are among the activations
-    total["allocator"] = math.ceil(device.gap_share * passing_bytes(total))
+    total["allocator"] = rank_gaps(loads.values()).lost(passing_bytes(total))
     return total
 
 

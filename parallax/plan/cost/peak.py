@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from parallax.plan.cluster import Device
 from parallax.plan.cost.passes import Bytes, Passes
-from parallax.plan.cost.stage import StageLoad, passing_bytes, rank_memory
+from parallax.plan.cost.stage import StageLoad, passing_bytes, rank_gaps, rank_memory
 from parallax.plan.schedule.action import COMPUTE, Action
 
 # malloc keeps several times the workspace of one block, because the next block allocates other sizes.
@@ -39,7 +39,7 @@ def peak_memory(
             kept, loss = kept + rise.left.kept, loss + rise.left.loss
     terms = rank_memory([(largest, 0, limit) for largest, limit in stages])
     terms |= {"activations": most.kept - most.loss, "loss": most.loss, "workspace": most.work}
-    terms["allocator"] = math.ceil(stages[0][0].gap_share * passing_bytes(terms))
+    terms["allocator"] = rank_gaps(load for load, _ in stages).lost(passing_bytes(terms))
     return terms
 
 

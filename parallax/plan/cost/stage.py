@@ -11,8 +11,8 @@ Device bytes of a rank at any time::
   + offloaded and resident      activations to be offloaded or prefetched; bounded by the stage's swap limit
   + work                        workspace of the running block, with recomputed activations; or of the loss of all rows
   + staging                     the blocks whose offloaded parameters are on the device at one time
-  + summing                     copies of gradients that replicas sum, unless the gradients are views of buckets
-  + gaps                        bytes that the allocator loses to gaps, as a fraction of all transient bytes
+  + summing                     copies of gradients that replicas sum, where these are not in buckets
+  + gaps                        the allocator's loss beside all transient bytes (:class:`Gaps`)
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from parallax.plan.cluster import Device
+from parallax.plan.cost.allocator import Gaps
 from parallax.plan.cost.communicators import Beside, connection_bytes
 from parallax.plan.cost.states import ALL_ON_DEVICE, OffloadFractions, Sizes, StateLoad, load_states
 from parallax.plan.plan import EACH_MICRO_BATCH, Directive, StagePlan, Visits
@@ -94,7 +95,7 @@ class StageLoad:
     connection_bytes: int
     boundary_bytes: int
     passed_bytes: int
-    gap_share: float
+    gaps: Gaps
     input_bytes: float
     output_bytes: float
     blocks: tuple[BlockLoad, ...]
@@ -173,7 +174,7 @@ class StageLoad:
             "summing": self.states.summing_bytes,
             "buffers": self.buffer_bytes,
             **passing,
-            "allocator": math.ceil(self.gap_share * sum(passing.values())),
+            "allocator": self.gaps.lost(sum(passing.values())),
             "reserve": self.reserve_bytes,
             "context": self.context_bytes,
             "communicators": self.states.communicator_bytes,
@@ -182,8 +183,12 @@ class StageLoad:
 
     def peak_bytes(self, in_flight: int, swap_limit: int) -> int:
         """Return an upper bound on the device bytes of the rank: the sum of :meth:`memory`."""
-        passing = self.boundary_bytes + self.work_bytes + in_flight * self.kept_bytes + swap_limit
-        return self.static_bytes + passing + math.ceil(self.gap_share * passing)
+        passing = self.passing_bytes(in_flight, swap_limit)
+        return self.static_bytes + passing + self.gaps.lost(passing)
+
+    def passing_bytes(self, in_flight: int, swap_limit: int) -> int:
+        """Return the bytes in :meth:`memory` that are held only for a part of the step."""
+        return self.boundary_bytes + self.work_bytes + in_flight * self.kept_bytes + swap_limit
 
 
 def rank_memory(stages: Sequence[tuple[StageLoad, int, int]]) -> dict[str, int]:
@@ -204,8 +209,13 @@ def rank_memory(stages: Sequence[tuple[StageLoad, int, int]]) -> dict[str, int]:
     terms["boundary"] -= sum(passed) - max(passed)
     most = max(load.states.most_summing_bytes for load, _, _ in stages)
     terms["summing"] = math.ceil(min(terms["summing"], most))
-    terms["allocator"] = math.ceil(stages[0][0].gap_share * passing_bytes(terms))
+    terms["allocator"] = rank_gaps(load for load, _, _ in stages).lost(passing_bytes(terms))
     return terms
+
+
+def rank_gaps(loads: Iterable[StageLoad]) -> Gaps:
+    """Return the gaps of a rank with the stages ``loads``."""
+    return Gaps.together(load.gaps for load in loads)
 
 
 def passing_bytes(terms: dict[str, int]) -> int:
@@ -303,13 +313,12 @@ def load_stage(
         trained_bytes=sizes.trained,
         states=load_states(profile, sizes, device, offload, replicas, split=split, visits=visits),
         buffer_bytes=sum(cost.buffer_bytes for cost in costs),
-        reserve_bytes=device.reserve_bytes
-        + gap_bytes(device, max(cost.input.at(rows) for cost in costs)),
+        reserve_bytes=device.reserve_bytes,
         context_bytes=device.context_bytes,
         connection_bytes=connection_bytes(profile, device, [(start, stop)], replicas, beside),
         boundary_bytes=passed + math.ceil(own + ahead) + costs[-1].gathered_bytes,
         passed_bytes=passed,
-        gap_share=device.gap_share,
+        gaps=Gaps.of(device, max(cost.input.at(rows) for cost in costs)),
         input_bytes=entering,
         output_bytes=leaving,
         blocks=tuple(
@@ -353,9 +362,3 @@ def load_planned(
         visits=visits,
         boundaries_held=boundaries_held,
     )
-
-
-def gap_bytes(device: Device, tensor_bytes: float) -> int:
-    """Return the bytes that the allocator reserves but does not use, if tensors between blocks have
-    ``tensor_bytes``."""
-    return math.ceil(device.gap_tensors * tensor_bytes)

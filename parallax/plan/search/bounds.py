@@ -41,7 +41,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from parallax.plan.cost.stage import BlockLoad, gap_bytes, load_block
+from parallax.plan.cost.allocator import Gaps
+from parallax.plan.cost.stage import BlockLoad, load_block
 from parallax.plan.cost.states import Sizes, load_states
 from parallax.plan.cost.traffic import copying_seconds
 from parallax.plan.plan import Directive
@@ -345,10 +346,9 @@ class StepBound:
             shape.pipeline_ranks,
             self.request.count(shape),
         )
-        free = device.memory_bytes - device.fixed_bytes - gap_bytes(device, rows.cost.input.at(1))
-        free_bytes = free / (1 + device.gap_share) - min(
-            rows.common.forward_work, rows.common.backward_work
-        )
+        free = device.memory_bytes - device.fixed_bytes
+        work = min(rows.common.forward_work, rows.common.backward_work)
+        free_bytes = Gaps.of(device, rows.cost.input.at(1)).capacity(free) - work
         if free_bytes <= 0:
             return 0.0
         in_flight = shape.schedule.least_in_flight(pipeline_ranks, micro_batches)

@@ -12,11 +12,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from parallax.plan.cluster import Device, Link
+from parallax.plan.cost.allocator import Gaps
 from parallax.plan.cost.collective import broadcast_seconds
 from parallax.plan.cost.communicators import Beside
 from parallax.plan.cost.stage import BlockLoad, StageLoad, load_block, load_stage
@@ -133,7 +135,8 @@ def evaluate_stage(
     peak = load.peak_bytes(where.in_flight, least)
     if peak > budget or slot_bytes + load.host_state_bytes > device.tier_bytes:
         return None
-    free_bytes = least + (budget - peak) / (1 + load.gap_share)
+    passing = load.passing_bytes(where.in_flight, least)
+    free_bytes = least + load.gaps.more(passing, budget - peak)
     limit = _largest_limit(load, where.in_flight, free_bytes, budget)
     stage = StagePlan(
         start=start,
@@ -196,6 +199,20 @@ class _Front:
 
     def pick(self, rows: NDArray[np.intp]) -> _Front:
         return replace(self, columns=self.columns[rows], directives=self.directives[rows])
+
+
+class _Base(NamedTuple):
+    """The costs of a stage that do not depend on directives.
+
+    ``host``: bytes in the offload tier. ``streaming_seconds``: seconds for which parameter offload occupies the link to
+    the tier.
+    """
+
+    static: int
+    boundary: int
+    host: int
+    streaming_seconds: float
+    gaps: Gaps
 
 
 class ExactStageFitter:
@@ -274,13 +291,13 @@ class ExactStageFitter:
             if fitting.any():
                 found = choices.pick(np.flatnonzero(fitting))
                 moved = found.columns[:, _MOVED]
+                largest = found.columns[:, _LARGEST]
                 spare = self._device.memory_bytes - self._needed(found, start, stop, where, offload)
-                free_bytes = found.columns[:, _LARGEST] + spare / (1 + self._device.gap_share)
+                base = self._base(start, stop, where, offload)
+                passing = base.boundary + _passing(found, where.in_flight, largest)
+                free_bytes = largest + base.gaps.more(passing, spare)
                 leaving = leaving_bytes(moved, where.in_flight, free_bytes)
-                copying = (
-                    copying_seconds(self._device, leaving)
-                    + self._base(start, stop, where, offload)[3]
-                )
+                copying = copying_seconds(self._device, leaving) + base.streaming_seconds
                 waiting = self._waiting(found, start, stop, where, offload)
                 seconds = np.maximum(found.columns[:, _SECONDS] + waiting, copying)
                 best = int(np.lexsort((moved, seconds))[0])
@@ -356,11 +373,10 @@ class ExactStageFitter:
 
         ``limit`` has the swap limit of each choice. Without ``limit``, the smallest possible swap limits are used.
         """
-        static, boundary, _, _ = self._base(start, stop, where, offload)
-        columns = front.columns
-        limit = columns[:, _LARGEST] if limit is None else limit
-        passing = boundary + where.in_flight * columns[:, _KEPT] + limit + columns[:, _WORK]
-        needed: Floats = static + passing + np.ceil(self._device.gap_share * passing)
+        base = self._base(start, stop, where, offload)
+        limit = front.columns[:, _LARGEST] if limit is None else limit
+        passing = base.boundary + _passing(front, where.in_flight, limit)
+        needed: Floats = base.static + passing + base.gaps.lost_each(passing)
         return needed
 
     def _fits_tier(
@@ -371,7 +387,7 @@ class ExactStageFitter:
             moved > 0, np.ceil(where.in_flight * moved * TIER_SLACK) + TIER_FLOOR, 0
         )
         fits: NDArray[np.bool_] = (
-            slot_bytes + self._base(start, stop, where, offload)[2] <= self._device.tier_bytes
+            slot_bytes + self._base(start, stop, where, offload).host <= self._device.tier_bytes
         )
         return fits
 
@@ -380,12 +396,8 @@ class ExactStageFitter:
 
     def _find_base(
         self, start: int, stop: int, where: StageSetting, offload: OffloadFractions
-    ) -> tuple[int, int, int, float]:
-        """Return the costs of a stage that do not depend on directives.
-
-        They are its static bytes, its boundary bytes, its bytes in the offload tier, and the seconds for which
-        parameter offload occupies the link to the tier.
-        """
+    ) -> _Base:
+        """Return the costs of a stage that do not depend on directives."""
         load = load_stage(
             self._profile,
             start,
@@ -397,11 +409,12 @@ class ExactStageFitter:
             split=where.split,
             beside=where.beside,
         )
-        return (
+        return _Base(
             load.static_bytes,
             load.boundary_bytes,
             load.host_state_bytes,
             load.states.streaming_seconds,
+            load.gaps,
         )
 
     def _find_options(self, kind: int, rows: int, split: bool) -> Floats:
@@ -480,6 +493,12 @@ def _columns(load: BlockLoad) -> tuple[float, ...]:
         load.moved_bytes,
         work,
     )
+
+
+def _passing(front: _Front, in_flight: int, limit: Floats) -> Floats:
+    """Return the transient bytes of each choice with a swap ``limit``, without those of the boundary."""
+    passing: Floats = in_flight * front.columns[:, _KEPT] + limit + front.columns[:, _WORK]
+    return passing
 
 
 def _no_worse(one: StageChoice, other: StageChoice) -> bool:

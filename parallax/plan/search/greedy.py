@@ -17,7 +17,7 @@ from typing import NamedTuple
 from parallax.plan.cluster import Device
 from parallax.plan.config import AUTO
 from parallax.plan.cost.collective import all_reduce_seconds
-from parallax.plan.cost.stage import rank_memory
+from parallax.plan.cost.stage import passing_bytes, rank_gaps, rank_memory
 from parallax.plan.cost.states import OffloadFractions, Sizes, StateLoad
 from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.schedule import Schedule
@@ -512,10 +512,11 @@ def _within(
     """
     loads, flights = [choice.load for choice in choices], [in_flight for _, _, in_flight in parts]
     least = [load.smallest_swap_limit for load in loads]
-    needed = sum(rank_memory(list(zip(loads, flights, least))).values())
+    terms = rank_memory(list(zip(loads, flights, least)))
+    needed = sum(terms.values())
     if needed > device.memory_bytes:
         return []
-    spare = (device.memory_bytes - needed) / (1 + loads[0].gap_share)
+    spare = rank_gaps(loads).more(passing_bytes(terms), device.memory_bytes - needed)
     share = 1 + spare / max(1, sum(least))
     return [
         replace(

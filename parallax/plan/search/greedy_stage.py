@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallax.plan.cluster import Device, Link
+from parallax.plan.cost.allocator import Gaps
 from parallax.plan.cost.collective import broadcast_seconds
 from parallax.plan.cost.communicators import Beside, connection_bytes
-from parallax.plan.cost.stage import BlockLoad, gap_bytes, load_block
+from parallax.plan.cost.stage import BlockLoad, load_block
 from parallax.plan.cost.states import (
     OffloadFractions,
     Sizes,
@@ -267,13 +268,14 @@ class GreedyStages:
         least.
         """
         sums, best, rest = self._sums(parts), None, self._rest(parts)
+        gaps = self._gaps(parts)
         for offload, states, after in self._states(parts):
             after += max(0.0, states.ahead_seconds - sums.first)
             tail = after / self._kind.micro_batches + states.adding_seconds
             if best is not None and max(sums.compute, states.streaming_seconds) + tail >= best.cost:
                 continue
             free = self._device.memory_bytes - states.device_bytes - rest
-            free_bytes = free / (1 + self._device.gap_share) - self._boundary(parts)
+            free_bytes = gaps.capacity(free) - self._boundary(parts)
             tier = self._device.tier_bytes - states.host_bytes
             found = (
                 self._fill(sums, free_bytes, tier, states.streaming_seconds)
@@ -308,7 +310,7 @@ class GreedyStages:
             if able < math.inf:
                 least = min(
                     least,
-                    static + states.device_bytes + able + math.ceil(able * self._device.gap_share),
+                    static + states.device_bytes + able + self._gaps(parts).lost(able),
                 )
         return least
 
@@ -342,15 +344,15 @@ class GreedyStages:
 
         Parameters, gradients and optimizer states are not included.
         """
-        gaps = gap_bytes(
-            self._device,
-            max(float(self._columns.inputs[start:stop].max()) for start, stop, _ in parts),
-        )
         bounds = [(start, stop) for start, stop, _ in parts]
         connections = connection_bytes(
             self._profile, self._device, bounds, self._kind.replicas, self._kind.beside
         )
-        return self._buffer_bytes(parts) + self._device.fixed_bytes + connections + gaps
+        return self._buffer_bytes(parts) + self._device.fixed_bytes + connections
+
+    def _gaps(self, parts: tuple[Part, ...]) -> Gaps:
+        inputs = [float(self._columns.inputs[start:stop].max()) for start, stop, _ in parts]
+        return Gaps.of(self._device, max(inputs))
 
     def _sizes(self, parts: tuple[Part, ...]) -> Sizes:
         chain, shared, tied = self._chain, self._profile.shared, self._profile.ties

@@ -459,6 +459,8 @@ class Request:
             tier_bytes=min(device.tier_bytes for device in kinds),
             speed=min(device.speed for device in kinds),
             gap_share=max(device.gap_share for device in kinds),
+            gap_tensors=max(device.gap_tensors for device in kinds),
+            gap_limit=max(device.gap_limit for device in kinds),
         )
 
     def _find_link(self, first: int, stop: int) -> Link:

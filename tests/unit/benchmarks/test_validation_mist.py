@@ -10,6 +10,8 @@ import pytest
 from benchmarks.validation import mist
 from benchmarks.validation.table import Table, read_rows
 from parallax.errors import DataError
+from parallax.plan.analytic.catalog import GAP_LIMIT
+from parallax.plan.cost.stage import passing_bytes
 from parallax.plan.plan import Directive
 
 PUBLISHED = Path(__file__).resolve().parents[4] / "shared" / "validation" / "mist_l4.csv"
@@ -203,3 +205,15 @@ def test_one_run_is_predicted_without_any_to_learn_from(tmp_path: Path) -> None:
 def test_lines_that_contradict_themselves_are_refused(tmp_path: Path, old: str, new: str) -> None:
     with pytest.raises(DataError, match="not a run of the Mist table"):
         cases(tmp_path, UNEVEN.replace(old, new))
+
+
+def test_the_limit_of_holes_as_a_share_is_that_of_the_published_stages() -> None:
+    """Memory reserved beyond transient bytes, widened gradients included, as this engine's plans count it."""
+    if not PUBLISHED.exists():
+        pytest.skip(f"{PUBLISHED} is not here")
+    shares = [
+        (gap * run.tensor(index) + memory["widened"]) / passing_bytes(memory)
+        for run in map(mist.parse, read_rows(PUBLISHED))
+        for index, (memory, gap) in enumerate(zip(run.memory(), run.gaps()))
+    ]
+    assert 0 <= GAP_LIMIT - mist.gap_limit(shares) < 0.005

@@ -75,6 +75,7 @@ def odd_case(r: random.Random) -> tuple[ModelProfile, Cluster, PlanConfig, dict[
     device = replace(
         machines.devices[0],
         gap_tensors=r.choice([0, 1.5, 3]),
+        gap_limit=r.choice([0.1, 0.5, 1]),
         gap_share=r.choice([0, 0.07, 0.3]),
         reserve_bytes=50,
     )
@@ -235,6 +236,7 @@ def random_score(r: random.Random, request: Request, shape: Shape) -> float:
         lambda: cluster(2, speed=0.0),
         lambda: cluster(2, gap_share=1.0),
         lambda: cluster(2, gap_tensors=math.nan),
+        lambda: cluster(2, gap_limit=-1),
         lambda: cluster(2, reserve=-1),
         lambda: profile([]),
         lambda: profile([block(forward=math.nan)]),

@@ -1,0 +1,64 @@
+"""Compute the memory that an allocator reserves beyond the tensors of a rank.
+
+Freed memory is reused by tensors of other sizes, which leaves holes. Their bytes are proportional to the size of the
+tensors, and do not grow with the micro-batches in flight, because a micro-batch reuses the holes of the previous one
+(``docs/adr/008-what-the-allocator-holds.md``). Only memory of transient tensors is freed and reused, so holes are also
+at most a share of their bytes::
+
+    lost = share · transient + min(most, limit · transient)
+
+``share`` is the device's ``gap_share``, ``most`` its ``gap_tensors`` in bytes, ``limit`` its ``gap_limit``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from parallax.plan.cluster import Device
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """The bytes that the allocator of one rank loses, as a function of the rank's transient bytes.
+
+    Transient bytes are one number, or an array of them.
+    """
+
+    share: float
+    most: float
+    limit: float
+
+    @staticmethod
+    def of(device: Device, tensor_bytes: float) -> Gaps:
+        """Return the gaps on ``device`` if the largest tensor between two blocks has ``tensor_bytes``."""
+        return Gaps(
+            device.gap_share, math.ceil(device.gap_tensors * tensor_bytes), device.gap_limit
+        )
+
+    @staticmethod
+    def together(gaps: Iterable[Gaps]) -> Gaps:
+        """Return the gaps of a rank with several stages, which reuse each other's freed memory."""
+        return max(gaps, key=lambda each: each.most)
+
+    def lost(self, transient: float) -> int:
+        """Return the bytes that are lost beside ``transient`` bytes."""
+        return math.ceil(self.share * transient + min(self.most, self.limit * transient))
+
+    def lost_each(self, transient: Any) -> Any:
+        """Return :meth:`lost` for each entry of an array."""
+        return np.ceil(self.share * transient + np.minimum(self.most, self.limit * transient))
+
+    def capacity(self, free: Any) -> Any:
+        """Return the largest transient bytes that fit ``free`` bytes together with what is lost beside them."""
+        limited = free / (1 + self.share + self.limit)
+        return np.maximum((free - self.most) / (1 + self.share), limited)
+
+    def more(self, transient: Any, spare: Any) -> Any:
+        """Return the further transient bytes that fit ``spare`` bytes beside ``transient`` ones."""
+        lost = self.share * transient + np.minimum(self.most, self.limit * transient)
+        return self.capacity(transient + lost + spare) - transient
