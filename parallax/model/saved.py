@@ -202,6 +202,11 @@ class SavedBytes:
 
         return saved_tensors_hooks(pack, lambda tensor: tensor)
 
+    def movable_sizes(self) -> tuple[int, ...]:
+        """Return the bytes of each storage that may be offloaded, in the order in which they were saved."""
+        block = [(key, *found) for key, found in self._block.items() if key not in self._loss]
+        return tuple(size for _, size, moves in block if moves)
+
     def byte_totals(
         self, entering: Sequence[Tensor], results: Sequence[Tensor]
     ) -> tuple[int, int, int, int]:

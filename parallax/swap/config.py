@@ -83,12 +83,13 @@ class SwapConfig:
 
 
 def usual_smallest(kind: str) -> int:
-    """Return the bytes of the smallest tensor that is worth offloading from a device of ``kind``.
+    """Return the bytes of the smallest tensor that is worth offloading from a device of ``kind``, of this machine or of
+    the catalog.
 
     Offloading costs about 90 µs of Python per tensor. In that time a CPU copies half a MiB, and an accelerator several
     MiB.
     """
-    return 2**16 if kind == "cpu" else 2**20
+    return 2**16 if kind in ("cpu", "cpu-core") else 2**20
 
 
 def _whole(key: str, value: int | str) -> int | None:

@@ -13,6 +13,7 @@ Each block is counted at two numbers of rows. They give the fixed part and the p
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -64,9 +65,11 @@ def count(
     Raises :class:`DescribeError` if a block does not accept the outputs of the one before it, or reads values, which
     fake tensors lack.
     """
-    counter = _Counter(chain, loss, precision, minimum_bytes, progress, with_loss=not gathered)
+    counter = _Counter(chain, loss, precision, progress, with_loss=not gathered)
     low, high = (counter.run(n, *sample(n)) for n in rows)
-    blocks = [_work(chain, index, *pair) for index, pair in enumerate(zip(low, high))]
+    blocks = [
+        _work(chain, index, *pair, minimum_bytes) for index, pair in enumerate(zip(low, high))
+    ]
     if gathered:
         found = counter.whole_loss(gathered, low[-1], high[-1], sample(gathered)[1])
         blocks[-1] = replace(blocks[-1], **found)
@@ -90,18 +93,14 @@ def count(
 
 @dataclass(frozen=True)
 class _Counted:
-    """The work of one block at one number of rows.
-
-    ``forward``: the work of the forward. ``input_gradient`` and ``weight_gradient``: the parts of the backward's work.
-    ``entering`` and ``leaving``: the bytes of the block's inputs and outputs. ``outputs``: the block's output tensors.
-    The other fields are bytes, as in :class:`~parallax.plan.profile.BlockCost`.
-    """
+    """The work of one block at one number of rows. ``movable``: bytes of each saved tensor of any size that could be
+    offloaded."""
 
     rows: int
     forward: PassWork
     input_gradient: PassWork
     weight_gradient: PassWork
-    moved: int
+    movable: tuple[int, ...]
     stays: int
     by_loss: int
     entering: int
@@ -163,13 +162,12 @@ class _Counter:
         chain: Chain,
         loss: Loss,
         precision: PrecisionConfig,
-        minimum_bytes: int,
         progress: Callable[[str], None],
         *,
         with_loss: bool,
     ) -> None:
         self._chain, self._loss, self._precision = chain, loss, precision
-        self._minimum, self._progress = minimum_bytes, progress
+        self._progress = progress
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._with_loss = with_loss
 
@@ -213,7 +211,7 @@ class _Counter:
 
         enter = partial(_entering, leaves, torch.zeros((), requires_grad=True), meter)
         outputs = self._forward(block, enter(), None)
-        moved, stays, by_loss, new = self._saved(block, enter(), targets)
+        movable, stays, by_loss, new = self._saved(block, enter(), targets)
         entering = enter()
         with meter.watch() as seen:
             results = self._forward(block, entering, targets)
@@ -231,7 +229,7 @@ class _Counter:
             forward=forward,
             input_gradient=inner,
             weight_gradient=total.minus(inner),
-            moved=moved,
+            movable=movable,
             stays=stays,
             by_loss=by_loss,
             entering=sum(tensor.nbytes for tensor in inputs),
@@ -327,20 +325,21 @@ class _Counter:
 
     def _saved(
         self, block: nn.Module, entering: tuple[Tensor, ...], targets: Any
-    ) -> tuple[int, int, int, int]:
-        """Return four numbers of bytes for a forward, by the same rule as the profiler.
+    ) -> tuple[tuple[int, ...], int, int, int]:
+        """Return the bytes saved for backward, as the profiler does.
 
-        They are the offloadable bytes and the resident bytes that the block saves for backward, the bytes that the loss
-        saves, and all bytes that exist after the forward and did not exist before it. ``targets``: None without a loss.
+        They are the bytes of each tensor that can be offloaded, resident bytes, bytes saved by the loss, and all bytes
+        that the forward adds.
         """
         held = [*block.parameters(), *block.buffers()]
-        saved = SavedBytes(held, self._minimum, plain=FakeTensor)
+        saved = SavedBytes(held, 0, plain=FakeTensor)
         with saved.block_hooks():
             results = self._forward(block, entering, None)
         if targets is not None:
             with saved.loss_hooks():
                 results = self._add_loss(results, targets)
-        return saved.byte_totals(entering, results)
+        _, stays, by_loss, new = saved.byte_totals(entering, results)
+        return saved.movable_sizes(), stays, by_loss, new
 
 
 def _entering(leaves: Sequence[Tensor], anchor: Tensor, meter: WorkMeter) -> tuple[Tensor, ...]:
@@ -395,7 +394,7 @@ def _fill(block: nn.Module, dtype: torch.dtype) -> None:
             setattr(owner, name, replaced(tensor))
 
 
-def _work(chain: Chain, index: int, low: _Counted, high: _Counted) -> BlockWork:
+def _work(chain: Chain, index: int, low: _Counted, high: _Counted, minimum_bytes: int) -> BlockWork:
     def line(of: Callable[[_Counted], float]) -> Affine:
         return Affine.through((low.rows, of(low)), (high.rows, of(high)))
 
@@ -408,14 +407,15 @@ def _work(chain: Chain, index: int, low: _Counted, high: _Counted) -> BlockWork:
             operands=replace(line(lambda c: of(c).operands), fixed=0.0),  # without the weights
         )
 
+    moved, small = _by_size((low.rows, low.movable), (high.rows, high.movable), minimum_bytes)
     return BlockWork(
         name=chain.blocks[index].name,
         **asdict(BlockSizes.of(chain, index)),
         forward=work(lambda c: c.forward),
         input_gradient=work(lambda c: c.input_gradient),
         weight_gradient=work(lambda c: c.weight_gradient),
-        moved=line(lambda c: c.moved),
-        stays=line(lambda c: c.stays),
+        moved=moved,
+        stays=line(lambda c: c.stays).plus(small),
         by_loss=line(lambda c: c.by_loss),
         input=line(lambda c: c.entering),
         output=line(lambda c: c.leaving),
@@ -423,3 +423,40 @@ def _work(chain: Chain, index: int, low: _Counted, high: _Counted) -> BlockWork:
         backward_work=line(lambda c: c.backward_work),
         deferred=line(lambda c: c.deferred),
     )
+
+
+def _by_size(
+    low: tuple[int, tuple[int, ...]], high: tuple[int, tuple[int, ...]], minimum_bytes: int
+) -> tuple[Affine, Affine]:
+    """Return the bytes of tensors of at least ``minimum_bytes``, which are offloaded, and of smaller ones.
+
+    ``low`` and ``high``: a number of rows, and with it the bytes of each tensor. A tensor that is small with these rows
+    may be large with those of a run, so both costs have a step where a tensor reaches the minimum.
+    """
+    (few, sizes), (many, larger) = low, high
+    if len(sizes) != len(larger):
+        sizes, larger = (sum(sizes),), (sum(larger),)
+    lines = [Affine.through((few, a), (many, b)) for a, b in zip(sizes, larger)]
+    enough = [_least_rows(line, minimum_bytes) for line in lines]
+    steps = {rows for rows in enough if 1 < rows < math.inf}
+    rows = sorted({1.0, *(least + shift for least in steps for shift in (-1, 0, 1))})
+
+    def total(chosen: Callable[[float, float], bool]) -> Affine:
+        """Return the sum over the tensors whose least rows are ``chosen`` for a number of rows."""
+
+        def at(count: float) -> list[Affine]:
+            return [line for line, least in zip(lines, enough) if chosen(least, count)]
+
+        points = [(count, sum(line.at(count) for line in at(count))) for count in rows if steps]
+        last = at(rows[-1])
+        fixed, per_row = sum(line.fixed for line in last), sum(line.per_row for line in last)
+        return Affine(fixed, per_row, points=tuple(points))
+
+    return total(lambda least, count: least <= count), total(lambda least, count: least > count)
+
+
+def _least_rows(line: Affine, size: int) -> float:
+    """Return the least whole number of rows, above 0, with which a tensor has ``size`` bytes; infinite if none."""
+    if line.at(1) >= size:
+        return 1.0
+    return float(math.ceil((size - line.fixed) / line.per_row)) if line.per_row > 0 else math.inf
