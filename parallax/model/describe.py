@@ -228,7 +228,7 @@ def describe(
             "initialize it there (torch.empty has no values), or give a file of weights"
         )
     layer = layer and layer_named(model, layer)
-    partition = _partition(deferred, blocks, sample, dtype)
+    partition = _partition(deferred, blocks, sample, dtype, evaluates_later=not task.trains)
     _check_cover(model, partition.blocks)
     chain = Chain(
         deferred=deferred,
@@ -275,6 +275,7 @@ def _partition(
     layer: str = "",
     *,
     task: PlanTask = PlanTask.TRAINING,
+    evaluates_later: bool = False,
 ) -> Partition:
     """Return the partition of the model of ``deferred`` into blocks, up to the output of ``layer`` if it is not empty.
 
@@ -293,7 +294,9 @@ def _partition(
         blocks_ = tuple(Block(names[id(module)], module) for module in modules)
         return Partition(_blocks_to(layer, model, blocks_) if layer else blocks_)
     value_of = partial(_value, deferred, dtype)
-    return trace_and_partition(model, sample, dtype, value_of, layer, task=task)
+    return trace_and_partition(
+        model, sample, dtype, value_of, layer, task=task, evaluates_later=evaluates_later
+    )
 
 
 def _blocks_to(layer: str, model: nn.Module, blocks: Sequence[Block]) -> tuple[Block, ...]:

@@ -100,16 +100,16 @@ def trace_and_partition(
     layer: str = "",
     *,
     task: PlanTask = PlanTask.TRAINING,
+    evaluates_later: bool = False,
 ) -> Partition:
     """Record the forward of ``model``, which is on the meta device, and return its partition into blocks.
 
-    ``value_of`` returns the initial value of a buffer, for branches on it. ``layer``: the module at whose output the
-    last block ends; empty: it ends at the model's output. ``task`` without training: a model that computes something
-    else in evaluation is recorded in evaluation only. For inference, modules of the kinds :data:`FUSED` are not
-    divided.
-
-    Raises :class:`DescribeError` if the forward is not traceable. The message has the line of the model's code and the
-    remedies.
+    ``value_of`` returns the initial value of a buffer, for branches on it. Raises :class:`DescribeError` with the line
+    of the model's code and the remedies if the forward is not traceable. ``layer``: the module at
+    whose output the last block ends; empty: the model. ``task``: for forwards alone, a
+    model that computes something else in evaluation is recorded in evaluation alone; for an inference, modules of the
+    kinds :data:`FUSED` are not divided. ``evaluates_later``: no warning of a model that computes something else in
+    evaluation, because the caller records its evaluation next.
     """
     if type(model).forward is nn.Module.forward:
         raise _refused(model, "it has no forward")
@@ -128,6 +128,7 @@ def trace_and_partition(
         with restored_process_state(), with_fake_tensors(model, dtype, value_of) as fakes:
             values = SampleValues(sample, given, ROWS[-1][-1])
             runs = _ForwardRuns(fakes, given, values, vary=vary, layer=layer, task=task)
+            runs.evaluates_later = evaluates_later
             program = runs.program()
         if layer:
             program.returned = _with_rows(program, layer)
@@ -244,6 +245,7 @@ class _ForwardRuns:
         self._layer, self._task, self._trains = layer, task, True
         self._whole = set[str]()
         self._evaluates = True
+        self.evaluates_later = False
         self.other_mode: dict[bool, frozenset[str]] = {}
         self.fixed: set[int] = set() if vary else set(shapes.sizes)
         before = AttributeChange(self._model)
@@ -327,8 +329,11 @@ class _ForwardRuns:
             return None
 
     def _leave_evaluation(self, why: Exception) -> None:
-        logger.warning(
-            "%s is recorded for training only (%s)", type(self._model).__name__, str(why)
+        logger.log(
+            logging.DEBUG if self.evaluates_later else logging.WARNING,
+            "%s is recorded for training only (%s)",
+            type(self._model).__name__,
+            str(why),
         )
         self._evaluates = False
 

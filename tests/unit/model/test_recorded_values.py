@@ -14,6 +14,7 @@ from parallax.errors import DescribeError
 from parallax.model.describe import Chain, as_tuple, describe
 from parallax.model.materialise import materialise
 from parallax.model.recording.expected import DiffersFromSample
+from parallax.plan.task import PlanTask
 
 WIDTH = 8
 IMAGE = 3
@@ -310,3 +311,24 @@ def test_an_untraced_part_runs_on_sample_values() -> None:
     chain, run, plain = chained(UsesPadded, sample)
     assert len(chain.blocks) > 2
     torch.testing.assert_close(run(*sample(3)), plain(*sample(3)), rtol=0, atol=0)
+
+
+class OtherInEvaluation(Tokens):
+    """Computes something else in evaluation."""
+
+    def between(self, x: Tensor, ids: Tensor, *more: Tensor) -> Tensor:
+        return x if self.training else torch.relu(x) * 2.0
+
+
+@pytest.mark.parametrize("task", [PlanTask.EVALUATION, PlanTask.INFERENCE])
+def test_a_model_that_is_recorded_for_evaluation_warns_of_no_training(
+    caplog: pytest.LogCaptureFixture, task: PlanTask
+) -> None:
+    with caplog.at_level(logging.INFO, logger="parallax"):
+        chain = describe(OtherInEvaluation, sample=ids, task=task)
+    assert not chain.trains
+    assert "recorded for evaluation only" in caplog.text
+    assert "recorded for training only" not in caplog.text
+    caplog.clear()
+    describe(OtherInEvaluation, sample=ids)
+    assert "recorded for training only" in caplog.text
