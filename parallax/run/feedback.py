@@ -109,12 +109,20 @@ def correct(
 def drop_contradicted(directory: Path, config: RunConfig, summary: Mapping[str, Any]) -> str:
     """Remove the cached profile if the measured steps of a run contradict it, so that the next plan measures again.
     Return a message for the user, or "". Runs with a slow rank are ignored, and so are runs that recorded steps for
-    debugging."""
+    debugging, and runs whose steps would agree without the time in which a rank waited for a core: then the machine was
+    busy while it trained, and the profile is right."""
     if summary.get("stragglers") or config.debug.record != "off":
         return ""
     numbers = summary.get("step_seconds_median"), summary.get("predicted_step_seconds")
     measured, predicted = (float(number or 0.0) for number in numbers)
-    wrong = contradiction(measured, predicted, int(summary.get("steps", 0)))
+    steps = int(summary.get("steps", 0))
+    wrong = contradiction(measured, predicted, steps)
+    if wrong and measured > predicted:
+        queued = [
+            float(rank.get("queued_seconds_per_step") or 0.0) for rank in summary.get("ranks", ())
+        ]
+        if not contradiction(max(predicted, measured - max(queued, default=0.0)), predicted, steps):
+            return ""
     kept = directory / "profile.json"
     if not wrong or not kept.is_file():
         return ""

@@ -16,6 +16,7 @@ from parallax.common.metrics import METRICS
 from parallax.errors import ConfigError
 from parallax.machine.host import resident_bytes
 from parallax.mesh import Mesh
+from parallax.model.profiling.clock import queued_seconds
 from parallax.plan.plan import Plan
 from parallax.plan.profile import Utilization
 from parallax.plan.simulation.calibrate import seconds_by_term
@@ -64,6 +65,7 @@ class RunRecord:
         self._peak = self._process = 0
         self._began = self._ended = time.perf_counter()
         self._measured: list[Span] = []
+        self._queued = queued_seconds()  # after the steps of warm-up
         self.seconds: list[float] = []
         self._validated: dict[str, float | None] = dict.fromkeys(validated)
 
@@ -83,6 +85,7 @@ class RunRecord:
     def add(self, result: StepResult) -> None:
         if len(self.seconds) == WARM_UP:
             self._recent.clear()  # the first steps are slower than the rest
+            self._queued = queued_seconds()
         self._recent.append((result.seconds, result.spans))
         self.seconds.append(result.seconds)
         self._losses.append(result.loss)
@@ -106,8 +109,10 @@ class RunRecord:
         measured, predicted_spans = self._typical_spans(), self._predicted_spans()
         spent, planned = seconds_by_term(measured), seconds_by_term(predicted_spans)
         ranks = []
-        gathered = self._mesh.all_gather_object((self._peak, self._process, self._swap.summary()))
-        for rank, (peak, _, swap) in enumerate(gathered):
+        queued = (queued_seconds() - self._queued) / max(1, len(self.seconds) - WARM_UP)
+        mine = self._peak, self._process, self._swap.summary(), max(0.0, queued)
+        gathered = self._mesh.all_gather_object(mine)
+        for rank, (peak, _, swap, queued) in enumerate(gathered):
             place = plan.coordinate(rank)
             predicted = plan.prediction.ranks[rank]
             ranks.append(
@@ -123,6 +128,8 @@ class RunRecord:
                     "predicted_offloaded_bytes_per_step": predicted.offloaded_bytes,
                     "stall_seconds_per_step": swap["stall_seconds_per_step"] if swap else 0.0,
                     "predicted_stall_seconds_per_step": predicted.stall_seconds,
+                    # Its main thread could run, but other processes had all cores.
+                    "queued_seconds_per_step": queued,
                     "seconds": spent.get(rank, {}),
                     "predicted_seconds": planned.get(rank, {}),
                     "predicted_memory": _terms(plan, place.pipeline_rank),

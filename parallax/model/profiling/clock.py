@@ -37,7 +37,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.undisturbed = device.type == "cpu" and torch.get_num_threads() == 1
-        self._tells_queue = _queued_seconds() > 0
+        self._tells_queue = queued_seconds() > 0
         evicting = (
             EVICTING_BYTES
             if device.type == "cpu"
@@ -64,7 +64,7 @@ class Clock:
         """
         if self._device.type != "cpu":
             return self._device_now()
-        return time.perf_counter() - _queued_seconds()
+        return time.perf_counter() - queued_seconds()
 
     def waited_seconds(self) -> float:
         """Return a counter of the seconds for which this thread has waited for a core. Only differences are meaningful.
@@ -75,7 +75,7 @@ class Clock:
         if self._device.type != "cpu":
             return 0.0
         if self._tells_queue or not self.undisturbed:
-            return _queued_seconds()
+            return queued_seconds()
         return time.perf_counter() - time.thread_time()
 
     def mark(self) -> float | torch.Event:
@@ -115,8 +115,8 @@ class Clock:
             torch.accelerator.synchronize(self._device)
 
 
-def _queued_seconds() -> float:
-    """Return the seconds for which this thread was ready to run without a core; 0 if the system does not report it."""
+def queued_seconds() -> float:
+    """Return how long this thread was runnable without a core; 0 if the system does not count it."""
     try:
         with open("/proc/thread-self/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) / 1e9

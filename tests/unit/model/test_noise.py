@@ -142,11 +142,11 @@ def test_a_clock_tells_waits_also_where_the_system_does_not(
 ) -> None:
     from parallax.model.profiling import clock
 
-    monkeypatch.setattr(clock, "_queued_seconds", lambda: 0.0)
+    monkeypatch.setattr(clock, "queued_seconds", lambda: 0.0)
     times = {"perf_counter": 9.0, "thread_time": 5.0}
     for name, seconds in times.items():
         monkeypatch.setattr(clock.time, name, lambda seconds=seconds: seconds)
     threads = torch.get_num_threads()
     assert clock.Clock(CPU).waited_seconds() == (4.0 if threads == 1 else 0.0)
-    monkeypatch.setattr(clock, "_queued_seconds", lambda: 3.0)
+    monkeypatch.setattr(clock, "queued_seconds", lambda: 3.0)
     assert clock.Clock(CPU).waited_seconds() == 3.0

@@ -170,6 +170,28 @@ def test_a_contradicted_profile_is_dropped_so_that_the_next_plan_measures(
     assert drop_contradicted(tmp_path, compose([]), summary) == "", "it is reported once"
 
 
+@pytest.mark.parametrize(("queued", "kept"), [(0.0, False), (0.3, False), (4.0, True), (9.0, True)])
+def test_a_profile_is_kept_if_the_machine_was_busy_in_the_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queued: float, kept: bool
+) -> None:
+    """Steps that took five times as long because other processes had the cores dropped a profile that was right."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cache_directory().mkdir(parents=True)
+    profile = fakes.profile([fakes.block()])
+    cached = cache_directory() / "profile-mine.json"
+    for path in (cached, tmp_path / "profile.json"):
+        path.write_text(profile.to_json())
+    ranks = [{"queued_seconds_per_step": 0.0}, {"queued_seconds_per_step": queued}]
+    summary = {
+        "steps": 60,
+        "step_seconds_median": 5.0,
+        "predicted_step_seconds": 1.0,
+        "ranks": ranks,
+    }
+    assert (drop_contradicted(tmp_path, compose([]), summary) == "") == kept
+    assert cached.exists() == kept
+
+
 def test_a_profile_of_a_busy_machine_needs_no_message(tmp_path: Path) -> None:
     """The run has said at its start that the next plan measures again."""
     profile = replace(fakes.profile([fakes.block()]), disturbance=3.0)
