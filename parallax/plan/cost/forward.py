@@ -113,7 +113,8 @@ def forward_plan(profile: ModelProfile, cluster: Cluster, plan: Plan) -> Plan:
         for rank in plan.ranks(pipeline_rank):
             device = cluster.devices[rank]
             loads = _loads(costs, plan, pipeline_rank, device)
-            terms, returns_freed = with_kept(forward_memory(costs, plan, loads, device), device)
+            terms = forward_memory(costs, plan, loads, device)
+            terms, returns_freed = with_kept(terms, device, terms["workspace"])
             found.append(terms)
             ranks[rank] = RankPrediction(
                 peak_bytes=sum(terms.values()),

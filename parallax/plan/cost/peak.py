@@ -43,33 +43,34 @@ def peak_memory(
     return terms
 
 
-def with_kept(terms: dict[str, int], device: Device) -> tuple[dict[str, int], bool]:
-    """Return the bytes of a rank's peak by term, and whether the allocator must return freed memory to the system at
-    once.
+def with_kept(
+    terms: dict[str, int], device: Device, work_bytes: int
+) -> tuple[dict[str, int], bool]:
+    """Return the ``terms`` of a rank's peak, including freed memory that the allocator keeps for reuse if that fits.
 
-    If the freed memory that the allocator keeps for reuse fits the budget beside ``terms``, it is added to them.
-    Otherwise ``terms`` are returned unchanged, and an allocator that usually keeps freed memory must return all of it
-    at once.
+    ``work_bytes``: the largest :attr:`~parallax.plan.cost.stage.StageLoad.reused_bytes` of the rank's stages.
+
+    The second result is True if it does not fit the budget, so that the allocator must return all freed memory to the
+    system at once.
     """
-    if bytes_above_budget(terms, device) > 0:
+    if bytes_above_budget(terms, device, work_bytes) > 0:
         return terms, device.kept_share > 0
-    return {**terms, "allocator": terms["allocator"] + _kept_bytes(terms, device)}, False
+    kept = _kept_bytes(terms, device, work_bytes)
+    return {**terms, "allocator": terms["allocator"] + kept}, False
 
 
-def bytes_above_budget(terms: dict[str, int], device: Device) -> int:
-    """Return the bytes by which a rank's peak would exceed its budget if the allocator kept freed memory; below 0 if it
-    fits.
+def bytes_above_budget(terms: dict[str, int], device: Device, work_bytes: int) -> int:
+    """Return the bytes by which a rank's peak would exceed its budget if the allocator kept freed memory.
 
     ``terms`` are the bytes of the peak by term, without the freed memory (see :func:`with_kept`).
     """
-    return sum(terms.values()) + _kept_bytes(terms, device) - device.memory_bytes
+    return sum(terms.values()) + _kept_bytes(terms, device, work_bytes) - device.memory_bytes
 
 
-def _kept_bytes(terms: dict[str, int], device: Device) -> int:
-    """Return the bytes of freed memory that malloc keeps and of gaps between allocations, for a peak with these
-    ``terms``.
-
-    The formula was fitted to measurements.
+def _kept_bytes(terms: dict[str, int], device: Device, work_bytes: int) -> int:
+    """Return the bytes of freed memory that malloc keeps and of gaps between
+    allocations, by a formula fitted to measurements.
     """
-    freed = passing_bytes(terms) + _BLOCKS_KEPT * terms["workspace"] + terms["staging"] / 4
+    work = min(work_bytes, terms["workspace"])  # at the peak
+    freed = passing_bytes(terms) + _BLOCKS_KEPT * work + terms["staging"] / 4
     return math.ceil(device.kept_share * freed)

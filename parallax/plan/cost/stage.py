@@ -152,6 +152,17 @@ class StageLoad:
         """Return the workspace bytes of the block that needs the largest workspace."""
         return max(max(block.forward_work, block.backward_work) for block in self.blocks)
 
+    @property
+    def reused_bytes(self) -> int:
+        """Return the workspace of the block that needs the largest, without offloaded activations.
+
+        These are freed once, when they are written, as the swap limit counts them.
+        """
+        return max(
+            max(block.forward_work - block.moved_bytes, block.backward_work)
+            for block in self.blocks
+        )
+
     def memory(self, in_flight: int, swap_limit: int) -> dict[str, int]:
         """Return the device bytes of the rank by term.
 

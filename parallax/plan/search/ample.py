@@ -18,7 +18,7 @@ from parallax.plan.cost.peak import bytes_above_budget
 from parallax.plan.cost.stage import load_block
 from parallax.plan.plan import Directive, Pipeline, StagePlan
 from parallax.plan.profile import ModelProfile
-from parallax.plan.simulation.predict import Forecast, predict_costs
+from parallax.plan.simulation.predict import Forecast, predict_costs, stage_loads
 
 
 def with_ample_memory(
@@ -37,8 +37,11 @@ def with_ample_memory(
         if not any(forecast.ranks[rank].returns_freed for rank in ranks):
             continue
         device = min((cluster.devices[rank] for rank in ranks), key=lambda d: d.memory_bytes)
-        above = bytes_above_budget(forecast.stages[pipeline_rank].memory, device)
-        offloads = any(pipeline.stages[s].offloads for s in pipeline.stages_of(pipeline_rank))
+        mine = pipeline.stages_of(pipeline_rank)
+        loads = stage_loads(profile, cluster, pipeline)
+        work = max(loads[stage].reused_bytes for stage in mine)
+        above = bytes_above_budget(forecast.stages[pipeline_rank].memory, device, work)
+        offloads = any(pipeline.stages[stage].offloads for stage in mine)
         for spare in (device.memory_bytes // 5, 0) if offloads else (0,):
             less = (above + spare) / (1 + device.gap_share + device.kept_share)
             stages = _with_less(profile, pipeline, pipeline_rank, less)

@@ -114,7 +114,7 @@ class QuickSeconds(NamedTuple):
 
 def quick_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> QuickSeconds:
     """Return the seconds of a step by the longest path, without checking any memory budget."""
-    loads = _loads(profile, cluster, pipeline)
+    loads = stage_loads(profile, cluster, pipeline)
     ties = _tie_seconds(profile, cluster, pipeline)
     stalls = [_stall(cluster, pipeline, {stage: load}) for stage, load in enumerate(loads)]
     likely = _finish(profile, cluster, pipeline, loads, ties, stalls)[1]
@@ -219,7 +219,7 @@ def _finish(
 
 def _timed(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:
     pipeline_ranks, micro_batches = range(pipeline.pipeline_ranks), _count(pipeline)
-    loads, ties = _loads(profile, cluster, pipeline), _tie_seconds(profile, cluster, pipeline)
+    loads, ties = stage_loads(profile, cluster, pipeline), _tie_seconds(profile, cluster, pipeline)
     stalls = [_stall(cluster, pipeline, {stage: load}) for stage, load in enumerate(loads)]
     timeline, step, exposed, updates = _finish(profile, cluster, pipeline, loads, ties, stalls)
     mine = [_at(pipeline, p, loads) for p in pipeline_ranks]
@@ -234,6 +234,7 @@ def _timed(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forec
             rank: with_kept(
                 _memory(profile, pipeline, mine[pipeline_rank], cluster.devices[rank]),
                 cluster.devices[rank],
+                max(load.reused_bytes for load in own),
             )
             for rank in pipeline.ranks(pipeline_rank)
         }
@@ -296,7 +297,7 @@ def _timeline(pipeline: Pipeline, times: Sequence[StageTimes]) -> Timeline:
     )
 
 
-def _loads(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> list[StageLoad]:
+def stage_loads(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> list[StageLoad]:
     """Return the cost of each stage on the slowest of its ranks."""
     loads = []
     for index, stage in enumerate(pipeline.stages):

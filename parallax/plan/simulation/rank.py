@@ -124,7 +124,9 @@ class Rank:
             stages.append(
                 (self._passes(stage, most).load, plan.swap_limit_bytes if plan.offloads else 0)
             )
-        memory, returns_freed = with_kept(self._peak(stages), self._device)
+        memory, returns_freed = with_kept(
+            self._peak(stages), self._device, max(load.reused_bytes for load, _ in stages)
+        )
         idle = max(0.0, step_seconds - sum(self._seconds.values()))
         return RankTrace(
             peak_bytes=sum(memory.values()),
