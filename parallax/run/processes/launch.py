@@ -26,6 +26,7 @@ from parallax.common.units import format_seconds
 from parallax.config import RunConfig
 from parallax.errors import ConfigError, ParallaxError
 from parallax.machine.accelerators import accelerator_named, unset_variables
+from parallax.machine.host import huge_page_variables
 from parallax.machine.local import choose_devices
 from parallax.plan.config import AUTO
 from parallax.plan.plan import Plan
@@ -203,4 +204,7 @@ def rank_environment(run: PreparedRun) -> dict[str, str]:
     """Return environment variables for every rank. Variables that the user has set are left out."""
     choice = choose_devices(local_cluster(run.config))
     threads = {} if os.environ.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": str(choice.threads)}
-    return threads if choice.kind == "cpu" else threads | unset_variables(choice.kind)
+    if choice.kind != "cpu":
+        return threads | unset_variables(choice.kind)
+    freeing = any(rank.returns_freed for rank in run.plan.prediction.ranks)
+    return threads | huge_page_variables() if freeing else threads

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,14 +13,18 @@ import torch
 
 import parallax.machine.host as host
 import parallax.runtime.stage as stage_module
+from parallax.config import compose
 from parallax.model.describe import Chain
 from parallax.model.factory.gpt import GPT, GPTConfig
 from parallax.plan.plan import Plan
+from parallax.run.prepare import PreparedRun
+from parallax.run.processes.launch import rank_environment
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.runtime.meters import memory
 from tests.plans import described, make_plan
 
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 MODEL = GPTConfig(layers=2, hidden=32, heads=2, sequence=8, vocabulary=16)
 
 
@@ -97,3 +104,39 @@ def test_freed_memory_goes_back_at_once_where_the_plan_says_so(
         assert not host._bounds
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("returns_freed", [False, True])
+def test_ranks_that_return_freed_memory_are_started_with_huge_pages(
+    returns_freed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    config = compose(["cluster.kind=cpu"])
+    run = PreparedRun(tmp_path, config, promising(2**30, returns_freed=returns_freed))
+    assert ("GLIBC_TUNABLES" in rank_environment(run)) == returns_freed
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
+    assert "GLIBC_TUNABLES" not in rank_environment(run)
+
+
+_FAULTS_OF_32_MIB = """
+import resource, torch
+from parallax.machine.host import return_freed_memory
+assert return_freed_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2**23)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print(faults())
+"""
+
+
+@pytest.mark.skipif(
+    "[never]" in HUGE_PAGES.read_text() if HUGE_PAGES.exists() else True,
+    reason="this Linux has no huge pages",
+)
+def test_a_fresh_tensor_takes_few_page_faults_in_huge_pages() -> None:
+    environment = {**os.environ, **host.huge_page_variables()}
+    call = [sys.executable, "-c", _FAULTS_OF_32_MIB]
+    done = subprocess.run(call, env=environment, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 2**13 / 4  # of 8,192 small pages; the ends of the tensor are in some
