@@ -7,7 +7,7 @@ from pathlib import Path
 
 from parallax.common.terminal import safe_console
 from parallax.errors import ConfigError, printable
-from parallax.report.scaling import WIDTH, results_table, write_report
+from parallax.report.scaling import print_results, write_report
 from parallax.run.sweep.results import find_folder, read_results
 
 EXAMPLES = """examples:
@@ -37,13 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Run the command; return the exit code."""
     console = safe_console()
-    if not console.is_terminal:
-        console = safe_console(width=WIDTH)
     folder = find_folder(parsed.results)
     results = read_results(folder, parsed.metric)
     if not results.points:
         raise ConfigError(f"{folder} has no points yet: run the sweep first")
-    console.print(results_table(results))
+    print_results(results, console)
     try:
         with console.status("drawing"):
             written = write_report(results, folder / "report")

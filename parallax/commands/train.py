@@ -16,7 +16,6 @@ from parallax.config.multirun import wants_sweep
 from parallax.config.printed import CFG, settings_text
 from parallax.errors import ConfigError, printable
 from parallax.machine.variables import check_interfaces, leftover_warning
-from parallax.report.scaling import WIDTH
 from parallax.run.prepare import PreparedRun, prepare
 from parallax.run.processes.launch import launch
 from parallax.run.processes.rank import run_rank
@@ -110,8 +109,7 @@ def _sweep(parsed: argparse.Namespace) -> int:
         raise ConfigError(
             "-m: a sweep starts the ranks of its points itself; run it without torchrun"
         )
-    console = safe_console()
-    return sweep(parsed.overrides, console if console.is_terminal else safe_console(width=WIDTH))
+    return sweep(parsed.overrides, safe_console())
 
 
 def _trusts(parsed: argparse.Namespace) -> Trusts:

@@ -20,6 +20,7 @@ from parallax.report.scaling import (
     PointResult,
     RankPeak,
     SweepResults,
+    print_results,
     results_csv,
     results_table,
     write_report,
@@ -113,6 +114,22 @@ def test_the_table_tells_all_and_why_not() -> None:
     text = console.export_text()
     assert re.search(r"a-2-8 .*2 stages .*8 .*-10% .*tokens/s .*8.0 MiB / 8.0 MiB .*done", text)
     assert "bad: device 0 needs 9 GiB of 8 GiB" in text
+
+
+def test_every_column_is_printed_in_a_file_and_on_a_narrow_terminal() -> None:
+    named = [replace(p, name=f"a_point_with_a_name_of_forty-five_columns_{p.name}") for p in GRID]
+    results = SweepResults("x", "validation_loss", tuple(named))
+    file, narrow = (
+        Console(record=True, file=io.StringIO(), width=width, force_terminal=width == 90)
+        for width in (120, 90)
+    )
+    for console in file, narrow:
+        print_results(results, console)
+    written = file.export_text().splitlines()
+    assert all(any(p.name in line and "done" in line for line in written) for p in named)
+    shown = narrow.export_text()
+    assert "done" in shown
+    assert max(map(len, shown.splitlines())) <= 90
 
 
 def test_chosen_figures_stand_beside_published_ones() -> None:

@@ -2,13 +2,13 @@
 
 from parallax.report.scaling.files import write_report
 from parallax.report.scaling.points import PointResult, RankPeak, SweepResults
-from parallax.report.scaling.table import WIDTH, results_csv, results_table
+from parallax.report.scaling.table import print_results, results_csv, results_table
 
 __all__ = [
-    "WIDTH",
     "PointResult",
     "RankPeak",
     "SweepResults",
+    "print_results",
     "results_csv",
     "results_table",
     "write_report",

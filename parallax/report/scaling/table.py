@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -19,8 +20,9 @@ from parallax.report.scaling.beside import beside_table
 from parallax.report.scaling.points import Gain, PointResult, SweepResults
 
 NONE = "-"
-WIDTH = 160  # columns that the table has where it is not on a terminal
+WIDTH = 160  # columns of output that does not go to a terminal, at least
 _FORMULAS = ("=", "+", "-", "@")
+_UNLIMITED = 10_000  # columns
 MOST_RANKS = 4  # ranks whose peaks a cell lists, at most
 
 
@@ -78,13 +80,9 @@ def results_table(results: SweepResults) -> RenderableType:
     """Return the table for the terminal. Below the table are the reasons of unfinished points, doubtful speeds, and the
     best point."""
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    longest = max((len(point.name) for point in results.points), default=0)
     for name in headings(results):
         text = name in ("point", "layout", "state")
-        least = min(longest, WIDTH // 4) if name == "point" else None
-        table.add_column(
-            name, justify="left" if text else "right", overflow="fold", min_width=least
-        )
+        table.add_column(name, justify="left" if text else "right", overflow="fold")
     for row in rows(results):
         table.add_row(*(Text(cell.text) for cell in row))
     reasons = [
@@ -96,6 +94,15 @@ def results_table(results: SweepResults) -> RenderableType:
         return Group(table, *lines)
     numbers = {point.name: point.metrics for point in results.points}
     return Group(table, *lines, beside_table(results.report, numbers))
+
+
+def print_results(results: SweepResults, console: Console) -> None:
+    """Print the table. Output that does not go to a terminal is as wide as the table; a terminal folds its cells."""
+    table = results_table(results)
+    if not console.is_terminal:
+        unlimited = console.options.update(max_width=_UNLIMITED)
+        console.width = max(WIDTH, Measurement.get(console, unlimited, table).maximum)
+    console.print(table)
 
 
 def best_line(results: SweepResults) -> list[str]:

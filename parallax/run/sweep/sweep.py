@@ -26,7 +26,7 @@ from parallax.common.units import plural
 from parallax.config import RunConfig, compose
 from parallax.config.multirun import Multirun, plain
 from parallax.errors import ConfigError, UserError, printable
-from parallax.report.scaling import results_table
+from parallax.report.scaling import print_results
 from parallax.run.job import built_model, local_cluster
 from parallax.run.prepare import RUNS, free_name
 from parallax.run.resume import STORED, read_stored, settings
@@ -215,7 +215,7 @@ def _without_command(reason: str) -> str:
 def _print_results(folder: Path, points: Sequence[Point], console: Console) -> int:
     """Print the table of results and the unfinished points; return the exit code."""
     results = read_results(folder)
-    console.print(results_table(results))
+    print_results(results, console)
     console.print(
         f"`parallax report {folder.name}` draws it as charts and as a page",
         highlight=False,
