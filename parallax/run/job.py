@@ -22,7 +22,7 @@ from parallax.model.describe import Chain, describe
 from parallax.model.loss_kinds import check_classes
 from parallax.model.losses import check_loss, scores_of
 from parallax.model.materialise import check_weights
-from parallax.model.profiling.count import Sample, count
+from parallax.model.profiling.count import COUNTED_ROWS, Sample, count
 from parallax.model.source import ModelConfig
 from parallax.model.verification.rows import Verdict
 from parallax.plan.analytic.catalog import CatalogClusterConfig
@@ -219,10 +219,10 @@ def with_steps(config: RunConfig) -> RunConfig:
     return replace(config, trainer=config.trainer.with_steps(count))
 
 
-def first_batch(config: RunConfig, source: Source) -> Rows:
-    """Return a batch for measuring and planning, without consuming rows of the training. Raises :class:`DataError` if
-    the source has fewer rows than a batch."""
-    wanted, label = config.trainer.global_batch, config.data.label
+def first_batch(config: RunConfig, source: Source, least: int = 1) -> Rows:
+    """Return a batch for measuring and planning, of at least ``least`` rows, without consuming rows of the training.
+    Raises :class:`DataError` if the source has fewer rows."""
+    wanted, label = max(config.trainer.global_batch, least), config.data.label
     config.data.check_size(source, config.model, wanted)
     sample = getattr(source, "sample", None)
     if callable(sample):
@@ -255,11 +255,12 @@ def first_batch(config: RunConfig, source: Source) -> Rows:
     return batch
 
 
-def _sampled(config: RunConfig, *, quiet: bool = True) -> Rows:
-    """Return a batch to plan with. Raises :class:`DataError` if the batch does not have as many targets as inputs."""
+def _sampled(config: RunConfig, *, least: int = 1, quiet: bool = True) -> Rows:
+    """Return a batch to plan with, of at least ``least`` rows. Raises :class:`DataError` if it has not as many targets
+    as inputs."""
     source = open_source(config, quiet=quiet)
-    batch = first_batch(config, source)
-    wanted = config.trainer.global_batch
+    batch = first_batch(config, source, least)
+    wanted = max(config.trainer.global_batch, least)
     sampled = hasattr(source, "sample")
     name = f"{config.data.label}: {'the first batch' if sampled else f'the batch of validation(0, {wanted})'}"
     checked = RowCheck(config.precision.parameter_dtype).of(batch, name)
@@ -503,5 +504,5 @@ def _shapes(config: RunConfig, chain: Chain) -> Sample:
     tensors; otherwise they are rows of the data source."""
     if (shapes := config.data.shapes(config.model)) is not None:
         return shapes
-    batch = _sampled(config)
+    batch = _sampled(config, least=max(COUNTED_ROWS))
     return lambda rows: (chain.arguments(batch.inputs(0, rows)), batch.targets(0, rows))

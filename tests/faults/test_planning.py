@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from parallax import cli
@@ -237,3 +238,16 @@ def test_a_thousand_devices_are_planned_for(command_output: Callable[..., Any]) 
         "plan", *model, "cluster=dgx_a100", "cluster.nodes=128", "trainer.global_batch=1024"
     )
     assert sum(stage["replicas"] for stage in planned["stages"]) >= 1024
+
+
+def test_batches_of_one_row_for_a_catalog_device(
+    here: Path, called: Callable[..., tuple[int, str, str]]
+) -> None:
+    np.savez(here / "rows.npz", x=np.ones((8, 3), "f4"), y=np.zeros(8, "i8"))
+    model = ["model=custom", "model.target=torch.nn:Linear"]
+    sizes = "model.kwargs={in_features: 3, out_features: 2}"
+    data = ["data=arrays", "data.path=rows.npz", "loss=cross_entropy", "metrics=[]"]
+    one = ["cluster=v100", "cluster.devices=1", "trainer.steps=1", "trainer.global_batch=1"]
+    code, _, err = called("plan", *model, sizes, *data, *one)
+    assert (code, err.strip()) == (0, "")
+    assert Plan.load(Path("plan.yaml")).global_batch == 1
