@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import io
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -39,24 +40,27 @@ def _sources() -> list[Image.Image]:
     return [Image.open(folder / name).convert("RGB") for name in ("china.jpg", "flower.jpg")]
 
 
-def photograph(index: int, pixels: int) -> tuple[Image.Image, int]:
-    """Return a square crop of ``pixels`` by ``pixels``, and its class: 0 for the temple, 1 for the flower.
+def photograph(index: int, pixels: int | Sequence[int]) -> tuple[Image.Image, int]:
+    """Return a square crop, scaled to ``pixels`` by ``pixels`` or to a height and a width, and its class: 0 of the
+    temple, 1 of the flower.
 
     The same index gives the same part of the same photograph at any size.
     """
+    height, width = (pixels, pixels) if isinstance(pixels, int) else pixels
     random, label = np.random.default_rng(index), index % 2
     source = _sources()[label]
     side = int(random.integers(160, min(source.size) + 1))
     left, top = (int(random.integers(0, length - side + 1)) for length in source.size)
-    part = source.resize((pixels, pixels), box=(left, top, left + side, top + side))
+    part = source.resize((width, height), box=(left, top, left + side, top + side))
     flipped = random.random() < 0.5
     return part.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flipped else part, label
 
 
 class Photographs(Dataset[tuple[Tensor, int]]):
-    """``count`` photographs as float32 (3, pixels, pixels) between 0 and 1, with their classes."""
+    """``count`` photographs as float32 (3, height, width) between 0 and 1, with their classes. ``pixels``: the side of
+    a square, or height and width."""
 
-    def __init__(self, count: int = 4000, pixels: int = 64) -> None:
+    def __init__(self, count: int = 4000, pixels: int | Sequence[int] = 64) -> None:
         self.count, self.pixels = count, pixels
 
     def __len__(self) -> int:
