@@ -32,6 +32,14 @@ def format_seconds(seconds: float) -> str:
     return "0 s" if seconds == 0 else f"{seconds * 1e6:.2f} µs"
 
 
+def format_rate(rate: float) -> str:
+    """Return a number per second, with two or three significant digits below 100.
+
+    >>> format_rate(0.027), format_rate(12.17), format_rate(2666.4)
+    ('0.027', '12.2', '2,666')"""
+    return _three_digits(rate) if 0 < rate < 100 else f"{rate:,.0f}"
+
+
 def plural(count: int, noun: str) -> str:
     """Return a count with its noun, in the plural if the count is not 1.
 

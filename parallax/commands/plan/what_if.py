@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from parallax.commands.options import HOUR, price_per_hour, print_json
-from parallax.common.units import format_seconds
+from parallax.common.units import format_rate, format_seconds
 from parallax.config import RunConfig, compose
 from parallax.errors import ConfigError, InfeasiblePlan
 from parallax.plan.cluster import Cluster
@@ -159,7 +159,7 @@ def _cells(outcome: Outcome, priced: bool) -> list[str]:
         str(outcome.microbatch),
         format_seconds(outcome.step_seconds),
     ]
-    cells.append(f"{outcome.tokens_per_second or outcome.rows_per_second:,.0f}")
+    cells.append(format_rate(outcome.tokens_per_second or outcome.rows_per_second))
     return cells + (
         [f"{outcome.cost_per_step:.4g}", f"{outcome.cost_per_hour:.4g}"] if priced else []
     )

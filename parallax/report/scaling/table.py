@@ -14,7 +14,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from parallax.common.units import format_bytes, format_seconds
+from parallax.common.units import format_bytes, format_rate, format_seconds
 from parallax.errors import printable
 from parallax.report.scaling.beside import beside_table
 from parallax.report.scaling.points import Gain, PointResult, SweepResults
@@ -193,7 +193,7 @@ def _share(share: float | None) -> TableCell:
 
 
 def _rate(point: PointResult) -> TableCell:
-    text = NONE if point.per_second is None else f"{point.per_second:,.0f} {point.unit}/s"
+    text = NONE if point.per_second is None else f"{format_rate(point.per_second)} {point.unit}/s"
     return TableCell(text, point.per_second)
 
 
