@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, UntypedStorage
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from parallax.model.block import tensors_in
 from parallax.model.private import OperatorMode
@@ -63,12 +63,26 @@ def _attention_backward(
     return 2.5 * _attention(query, key, value, *rest[2:], **named)  # skips output and log-sum-exp
 
 
+def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any, **_: Any) -> float:
+    """Return the operations of a convolution's backward: those of its forward for each of the two gradients. Torch's
+    formula counts the weight gradient of grouped convolutions once for each group."""
+    transposed, wanted = rest[4], rest[7]
+    forward = conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed)
+    return float(forward * sum(wanted[:2]))
+
+
 _FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
-_ATTENTION: dict[str, Callable[..., float]] = {
+_FORMULAS: dict[str, Callable[..., float]] = {
     _FLASH: _attention,
     f"{_FLASH}_backward": _attention_backward,
+    "aten::convolution_backward": _convolution_backward,
 }
-"""Formulas for attention kernels that torch's flop counter lacks. Fake tensors select these kernels."""
+"""Formulas that torch's counter lacks or has wrong, for the kernels that fake tensors select."""
+
+
+def _formula(func: Any) -> Callable[..., float] | None:
+    """Return the formula for the operations of ``func``, None if it is neither a matrix product nor a convolution."""
+    return _FORMULAS.get(func.name()) or flop_registry.get(func._overloadpacket)
 
 
 _ATTENDING = ("attention", "bmm")
@@ -95,7 +109,7 @@ class FlopMeter(OperatorMode):
         out = func(*args, **kwargs)
         if "scaled_dot_product" in func.name():
             self.flops += _needed_by_attention(func, args, kwargs)
-        elif (formula := flop_registry.get(func._overloadpacket)) is not None:
+        elif (formula := _formula(func)) is not None:
             self.flops += float(formula(*args, **kwargs, out_val=out))
         return out
 
@@ -141,8 +155,7 @@ class WorkMeter(OperatorMode):
         out = func(*args, **kwargs)
         written, read = list(tensors_in(out)), list(tensors_in((args, kwargs)))
         fresh = [tensor for tensor in written if self._remember(tensor.untyped_storage())]
-        formula = _ATTENTION.get(func.name()) or flop_registry.get(func._overloadpacket)
-        if formula is not None:
+        if (formula := _formula(func)) is not None:
             flops = float(formula(*args, **kwargs, out_val=out))
             attends = any(word in func.name() for word in _ATTENDING)
             operands = sum(tensor.numel() for tensor in [*read, *written])

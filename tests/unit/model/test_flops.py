@@ -32,6 +32,19 @@ def test_a_linear_layer_needs_three_products() -> None:
     assert counted(lambda: layer(rows).sum().backward()) == 2 * 2 * 8 * 32 * 64
 
 
+@pytest.mark.parametrize("groups", [1, 8])
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_a_convolution_of_any_groups_needs_three_products(
+    kind: type[nn.Conv2d | nn.ConvTranspose2d], groups: int
+) -> None:
+    layer = kind(16, 8, 3, stride=2, groups=groups, bias=False)
+    rows = torch.randn(2, 16, 9, 9, requires_grad=True)
+    places = 9 * 9 if kind is nn.ConvTranspose2d else 4 * 4
+    forward = 2 * 2 * places * 3 * 3 * 16 * 8 / groups
+    assert counted(lambda: layer(rows)) == forward
+    assert counted(lambda: layer(rows).sum().backward()) == 3 * forward
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [4, 2])
 def test_scores_that_a_kernel_computes_again_do_not_count(causal: bool, heads: int) -> None:
