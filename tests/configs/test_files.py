@@ -170,3 +170,10 @@ def test_an_unknown_key_in_a_file_is_an_error(
     for broken in ("a: [1", "defaults: [{override /model: gptt}]", "defaults: [nowhere]"):
         experiment.write_text(f"# @package _global_\n{broken}\n")
         assert "experiment=mine" in error_of("experiment=mine")
+
+
+@pytest.mark.parametrize("name", [file.stem for file in FILES if file.parent == Path("experiment")])
+def test_a_warm_up_in_epochs_ends_within_the_experiment(name: str) -> None:
+    config = compose([f"experiment={name}"])
+    if config.schedule.unit == "epochs":
+        assert config.schedule.warmup < config.trainer.epochs
