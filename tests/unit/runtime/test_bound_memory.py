@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +21,6 @@ from parallax.runtime.engine import Engine
 from parallax.runtime.meters import memory
 from tests.plans import described, make_plan
 
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 MODEL = GPTConfig(layers=2, hidden=32, heads=2, sequence=8, vocabulary=16)
 
 
@@ -116,27 +112,3 @@ def test_ranks_that_return_freed_memory_are_started_with_huge_pages(
     assert ("GLIBC_TUNABLES" in rank_environment(run)) == returns_freed
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
     assert "GLIBC_TUNABLES" not in rank_environment(run)
-
-
-_FAULTS_OF_32_MIB = """
-import resource, torch
-from parallax.machine.host import return_freed_memory
-assert return_freed_memory()
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(2**23)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-faults()
-print(faults())
-"""
-
-
-@pytest.mark.skipif(
-    "[never]" in HUGE_PAGES.read_text() if HUGE_PAGES.exists() else True,
-    reason="this Linux has no huge pages",
-)
-def test_a_fresh_tensor_takes_few_page_faults_in_huge_pages() -> None:
-    environment = {**os.environ, **host.huge_page_variables()}
-    call = [sys.executable, "-c", _FAULTS_OF_32_MIB]
-    done = subprocess.run(call, env=environment, capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 2**13 / 4  # of 8,192 small pages; the ends of the tensor are in some
