@@ -143,7 +143,7 @@ class RunRecord:
             **results,
             "wall_seconds": self._ended - self._began,
             "peak_bytes": max(peak for peak, *_ in gathered),
-            "process_bytes": max(process for _, process, _ in gathered),
+            "process_bytes": max(process for _, process, *_ in gathered),
             "mfu": utilization.share(rate, plan.world_size) if rate else None,
             "flops_per_row": utilization.flops_per_row or None,
             "peak_flops": utilization.peak_flops or None,
