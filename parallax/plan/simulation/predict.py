@@ -105,7 +105,8 @@ class QuickSeconds(NamedTuple):
     """Seconds of a step by the longest path, without the details of swapping and reducing.
 
     ``likely`` assumes that every backward waits for the offload tier. ``least`` is a lower bound on the event
-    simulator's result, because waits for the tier may coincide with idle time.
+    simulator's result, because waits for the tier may coincide with idle time, and some micro-batches may have fewer
+    rows.
     """
 
     likely: float
@@ -118,15 +119,18 @@ def quick_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -
     ties = _tie_seconds(profile, cluster, pipeline)
     stalls = [_stall(cluster, pipeline, {stage: load}) for stage, load in enumerate(loads)]
     likely = _finish(profile, cluster, pipeline, loads, ties, stalls)[1]
+    # The path takes every micro-batch for one of the largest.
+    count = _count(pipeline)
+    even = pipeline.global_batch / (count * -(-pipeline.global_batch // count))
     if not any(stalls) and not any(load.states.ahead_seconds for load in loads):
-        return QuickSeconds(likely, likely)
+        return QuickSeconds(likely, even * likely)
     each = [stall + load.compute_seconds for stall, load in zip(stalls, loads)]
     slowest = max(
         sum(each[stage] for stage in pipeline.stages_of(pipeline_rank))
         for pipeline_rank in range(pipeline.pipeline_ranks)
     )
     least = _finish(profile, cluster, pipeline, loads, ties, [0.0] * len(loads), hidden=True)[1]
-    return QuickSeconds(likely, min(likely, max(least, _count(pipeline) * slowest)))
+    return QuickSeconds(likely, even * min(likely, max(least, count * slowest)))
 
 
 def _count(pipeline: Pipeline) -> int:

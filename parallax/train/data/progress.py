@@ -25,7 +25,7 @@ class _RateColumn(ProgressColumn):
         return Text(f"{task.speed:.4g} {self._unit}/s" if task.speed else "")
 
 
-class _Lines:
+class _ProgressLines:
     """Prints a line about the progress from time to time."""
 
     def __init__(self, console: Console, title: str, total: int | None, *, in_bytes: bool) -> None:
@@ -53,7 +53,7 @@ def progress(
     terminal, a line is printed there every ten seconds instead."""
     console = Console(stderr=True)
     if not quiet and not console.is_terminal:
-        yield _Lines(console, title, total, in_bytes=in_bytes).advance
+        yield _ProgressLines(console, title, total, in_bytes=in_bytes).advance
         return
     columns = [*Progress.get_default_columns(), *([DownloadColumn()] if in_bytes else [])]
     columns += [_RateColumn(rate)] if rate else []
