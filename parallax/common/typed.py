@@ -83,12 +83,13 @@ def checked(
     elsewhere: Callable[[str], str] = lambda key: "",
     added: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Return a copy of ``tree`` if its keys are exactly the fields of the dataclass ``kind``; otherwise raise
-    ConfigError.
+    """Return a copy of ``tree``, the settings of one group, if its keys are exactly the fields of the dataclass
+    ``kind``; otherwise raise ConfigError.
 
-    ``elsewhere(key)`` returns a hint for a key that belongs to another group or has another name. If ``added`` is a
-    list, missing keys get their defaults instead, and ``KEY=VALUE`` is appended to ``added`` for each. ``group`` and
-    ``label``: the group's key, and the group's name in messages.
+    ``group``: the key of the group, such as ``data``; empty if ``tree`` is the whole configuration. ``label``: the text
+    for the group in error messages, such as ``data=audio``. ``elsewhere(key)`` returns a hint for a key that belongs to
+    another group or has another name. If ``added`` is a list, missing keys get their defaults if they have any, and
+    ``KEY=VALUE`` is appended to ``added`` for each.
     """
     prefix, hints = f"{group}." if group else "", field_types(kind)
     accepted = (

@@ -132,7 +132,8 @@ def probe_disk(directory: Path) -> tuple[float, float, float]:
 
 
 def probe_local_link() -> tuple[float, float]:
-    """Return (bytes per second, latency in seconds) of loopback TCP between two threads: an upper bound for gloo."""
+    """Return (bytes per second, latency in seconds) of loopback TCP between two threads. Messages of gloo between two
+    ranks of this host are no faster."""
     pieces, pings = PROBE_BYTES // PIECE_BYTES, 50
     with socket.create_server(("127.0.0.1", 0)) as server:
         here = socket.create_connection(server.getsockname())

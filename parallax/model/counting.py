@@ -272,10 +272,11 @@ class _CrossEntropyRule:
     loss: AnyLoss
 
     def row_weight(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
-        """See :class:`_CountingRule`. Return the number of rows times the fraction of their targets that the loss
-        counts.
+        """Return the number of rows [low, high) times the fraction of their targets that the loss counts.
 
-        The loss is called with placeholders for the outputs: meta tensors, or expanded zeros if the loss needs values.
+        To find this fraction, the loss is called with these targets and with placeholders for the outputs: meta
+        tensors, or expanded zeros if the loss needs values. The placeholders are made after ``results``, the model's
+        return value for any ``few`` rows, with the number of rows [low, high).
         """
         rows, targets = high - low, batch.targets(low, high)
         size = sum(each.numel() for each in tensors_in(targets)) or rows

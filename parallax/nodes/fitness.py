@@ -2,11 +2,11 @@
 
 In an elastic run, hosts may join and leave, so an unfit host does not end the run::
 
-    host a, at HEAD    fit ──────────────────────────────> ends its ranks; torchrun restarts them without b
-    host b             torch 2.9.1, too little memory ───> reports why, ends its torchrun: exit code 2
+    host a    fit ──────────────────────────────> ends its ranks; torchrun restarts them without b
+    host b    torch 2.9.1, too little memory ───> reports why, ends its torchrun: exit code 2
 
-All ranks exchange their data in one collective, so all make the same decision. The rendezvous host (HEAD) is never
-dropped: the versions of other hosts are compared with its versions.
+All ranks exchange the results of their checks in one collective, so all make the same decision. The run never continues
+without the rendezvous host (HEAD), because the versions of the other hosts are compared with its versions.
 """
 
 from __future__ import annotations

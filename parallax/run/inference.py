@@ -214,8 +214,9 @@ def _with_all_rows(config: RunConfig) -> RunConfig:
 class ForwardJob:
     """All that a rank needs to run forwards, as plain data that is equal on all ranks. ``directory``: the directory of
     the run. ``averaged``: use averaged weights. ``rows``: new rows, which replace the run's data. ``layer``: the module
-    whose output is computed; empty for the output of the model. ``changed``: a line for each changed setting that
-    affects the figures. ``remarks``: messages for the user about the choice of the checkpoint and the devices."""
+    whose output is computed; empty for the output of the model. ``changed``: ``key: old -> new`` for each setting that
+    differs from the run's and may change outputs or metrics. ``remarks``: messages for the user about the choice of the
+    checkpoint and the devices."""
 
     config: RunConfig
     plan: Plan
@@ -370,7 +371,7 @@ def _averaged(run: StoredRun, checkpoint: Path, weights: str | None) -> bool:
 
 
 def _changed(stored: RunConfig, config: RunConfig) -> tuple[str, ...]:
-    """Return ``key: old -> new`` for each changed setting that affects the figures."""
+    """Return ``key: old -> new`` for each changed setting that may change outputs or metrics."""
     kept = (
         "data.",
         "loss.",

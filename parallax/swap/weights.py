@@ -42,9 +42,9 @@ def aligned_runs(
 ) -> Iterator[list[ParameterSegment]]:
     """Yield runs of consecutive segments of ``parameters``, in order, each run with at most ``run_bytes``.
 
-    All parameters of a run have the same ``kind``. ``size`` returns the bytes that a segment counts; by default the
-    bytes of its weights. Without ``split``, and for parameters that are not contiguous, a parameter is not divided, so
-    its run may be longer than ``run_bytes``.
+    All parameters of a run have the same ``kind``. With ``split``, a contiguous parameter may be divided among runs, at
+    multiples of 64 elements. All other parameters stay whole, so a run with one of them may be longer than
+    ``run_bytes``. ``size`` returns the bytes that a segment takes of its run; by default, those of its weights.
     """
     run: list[ParameterSegment] = []
     free, known = 0, None
@@ -95,9 +95,10 @@ class BucketWeights(Protocol):
         """Begin to copy the gradients to the host. They do not change any more before the step."""
 
     def commit(self, unused: Event) -> None:
-        """Begin a step.
+        """Prepare for the optimizer step that begins now.
 
-        After the event ``unused``, the device uses no weights or gradients until the step has ended.
+        ``unused``: the caller's event on the device, after the last use of the weights and gradients before the step.
+        The device may therefore get new weights as soon as this event has occurred.
         """
 
     def tensors_to_step(self) -> list[tuple[Tensor, Tensor | None]]:

@@ -132,7 +132,7 @@ def _outcome(settings: dict[str, str], config: RunConfig, plan: Plan, cluster: C
 
 
 def what_if_table(outcomes: Sequence[Outcome]) -> Table:
-    """Return a table with a row for each combination. The table has columns for prices if any price is known."""
+    """Return a table with a row for each of ``outcomes``. The table has columns for prices if any price is known."""
     priced = any(outcome.cost_per_hour > 0 for outcome in outcomes)
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for key in outcomes[0].settings:

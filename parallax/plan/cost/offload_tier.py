@@ -44,11 +44,12 @@ def with_offload_bytes(
 def _state_bytes(
     profile: ModelProfile, sizes: Sizes, stage: StagePlan, share: float, forced: int
 ) -> int:
-    """Return the bytes of a replica's optimizer states in the offload tier.
+    """Return an upper bound on the bytes of optimizer states that one replica of ``stage`` has in the offload tier.
 
-    These are the replica's shard of the offloaded ``share`` of the states, rounded up to whole parameters, and the
-    states of ``forced`` further bytes of parameters. Master copies of offloaded parameters are counted with the
-    parameters.
+    The bound is a sum of two parts. The first is the offloaded ``share`` of the stage's states, rounded up to whole
+    parameters: the replica's shard of it, or all of it if the stage offloads parameters, too. The second is the states
+    of ``forced`` bytes of tied parameters, which are stepped in the tier because of another stage (:func:`_forced`).
+    Master copies of offloaded parameters are left out: :func:`_streamed_bytes` counts them.
     """
     per_byte = profile.optimizer_bytes + profile.master_bytes
     whole, largest = math.ceil(sizes.trained * per_byte), sizes.parameter * per_byte

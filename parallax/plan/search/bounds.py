@@ -9,8 +9,9 @@ So this holds for every p::
 
     step >= Σ + t_p · (M − 1 − forwards of p that fit into its first wait · forward's fraction of t_p)
 
-The factor of t_p is called the *weight* of p. It is largest for the last pipeline rank and smallest for the first. The
-bound for a shape needs the largest weight · t_p of the best partition.
+The expression in parentheses is called the *weight* of p. It is largest for the last pipeline rank and smallest for the
+first. A partition of the blocks is bounded by its largest product weight · t_p. The bound for a shape therefore needs
+the smallest value that this largest product has in any partition.
 :class:`~parallax.plan.search.greedy.GreedySearch` finds that value by partitioning the blocks. Before it is known,
 pipeline ranks are assumed to be as even as the weights allow. No rank updates before all ranks have reduced their
 gradients, so the seconds of the update are added.

@@ -143,7 +143,7 @@ def _with_capacity(request: Request, memory: int, tier: int) -> Cluster:
 
 
 def _other_fixes(request: Request, fits: Fits) -> Iterator[str]:
-    """Yield advice on changes other than memory, the smallest change of each kind."""
+    """Yield changes of settings, other than more memory, with which a plan fits: of each kind, the smallest change."""
     config = request.config
     for rows in [
         size for size in sizes(request.global_batch, AUTO) if size < min(request.microbatches)

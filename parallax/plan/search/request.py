@@ -330,9 +330,10 @@ class Request:
         ]
 
     def _groups(self, schedule: Schedule, microbatch: int) -> list[Schedule]:
-        """Return ``schedule`` with each group size to try: all micro-batches, and repeated halves of this number.
+        """Return a variant of ``schedule`` for each number of micro-batches per group to try: all micro-batches, half
+        of them, and so on, down to two or three.
 
-        The smallest group has two micro-batches.
+        If the number is configured, only this number is tried. A schedule without groups is returned as it is.
         """
         if schedule.grouping is None:
             return [schedule]

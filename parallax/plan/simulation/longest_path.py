@@ -86,11 +86,13 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waves:
-    """The actions of all pipeline ranks, ordered by wave.
+    """The actions of all pipeline ranks, ordered by wave. A wave is a set of actions that do not wait for each other,
+    with at most one action of each pipeline rank.
 
-    ``starts``         for each wave, the index of its first action
+    ``starts``         for each wave, the index of its first action; then the number of actions
     ``pipeline_rank``  the pipeline rank of each action
-    ``cell``           kind · stages + stage of each action: the index of its seconds in a table
+    ``cell``           for each action, the index of its seconds in a table with an entry for each kind of action
+                       (forward, B, W) on each stage: kind · number of stages + stage
     ``awaited``        the other action that each action waits for; one past the last action if there is none
     ``links``          two rows of stages: the sender and the receiver of each link
     ``sent``           for each link, 1 if messages are sent along it, and 0 if both stages are on one pipeline rank

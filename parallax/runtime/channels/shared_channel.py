@@ -59,8 +59,8 @@ _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """Close the sockets that a forked child has inherited. Open copies would hide from the peers that this process has
-    ended."""
+    """Close the sockets that a forked child has inherited. As long as the child keeps them open, the peers cannot see
+    that the parent process has ended."""
     for each in list(_sockets):
         each.close()
 

@@ -91,7 +91,9 @@ class HangLimits:
 
 
 class Watch:
-    """The watch of one rank. Create it with :meth:`start`, and close it when the run ends normally."""
+    """Runs a thread of one rank, which sends the rank's status to the other watches (rank 0 to all, all others to
+    rank 0), and ends the process if any rank fails or hangs. Create it with :meth:`start`, and close it when the run
+    ends normally."""
 
     def __init__(
         self, met: Meeting, say: Callable[[FailureReport], None], heartbeat: Heartbeat

@@ -103,9 +103,10 @@ class Preferences:
         )
 
     def group_bytes(self, record: Record) -> int:
-        """Return the bytes of all records in the group of ``record`` that are still to be read.
+        """Return the bytes that are still to be read for ``record`` and for the records prefetched together with it.
 
-        ``record`` is the next record in the order of use.
+        ``record`` is the next record in the order of use. It is prefetched in a group of up to ``swapin_groupby``
+        records that follow each other in this order.
         """
         total = 0
         for other in itertools.islice(record.batch.waiting, self._policy.swapin_groupby):
