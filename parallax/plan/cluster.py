@@ -37,25 +37,32 @@ class Device:
     """A device and its share of the offload tier. On a CPU-only machine the device is a process with its RAM, and the
     tier is the disk.
 
-    ``memory_bytes``        bytes of the device
-    ``reserve_bytes``       bytes that the allocator holds for library workspaces and other data than tensors
-    ``context_bytes``       bytes outside the allocator: driver context and code of libraries
-    ``collective_bytes``    bytes, on each rank, of a process group for all-reduces between devices; 0 if tensors
-                            pass through the host
-    ``edge_bytes``          bytes, on both ranks, of a connection in one direction between two ranks; 0 as above
-    ``gap_share``           fraction of all transient bytes that the allocator loses to rounding and gaps
-    ``gap_tensors``         further loss, in units of the largest tensor between two blocks
-    ``gap_limit``           largest fraction of all transient bytes that ``gap_tensors`` may be
-    ``kept_share``          fraction of transient bytes that the allocator keeps in freed blocks, within the budget
-    ``speed``               relative to the device of the profile
-    ``overlap_loss``        fraction of ``speed`` lost while the device's links transfer bytes
-    ``tier_share``          fraction of a shared tier's bandwidth that the copies of this device can use; less
-                            than 1 if its cores copy slower than the tier
-    ``host_link``           the link to the host's memory if that is not the offload tier; None if the device is RAM
-    ``host_bytes``          bytes of the host's memory for this device
-    ``price_per_hour``      in any currency
-    ``host_update_seconds`` seconds of the host optimizer per byte of parameters; 0 without host optimizer
-    ``bucket_bytes``        bytes of the buckets in which replicas sum gradients (:func:`with_buckets`)
+    ``memory_bytes``         bytes of device memory for its rank, with ``context_bytes`` and ``reserve_bytes`` included
+    ``tier``                 name of the offload tier (:mod:`parallax.plan.tier`)
+    ``tier_bytes``           bytes of the offload tier for this device
+    ``write``                link from the device to the offload tier
+    ``read``                 link from the offload tier to the device
+    ``reserve_bytes``        bytes that the allocator holds for library workspaces and other data than tensors
+    ``context_bytes``        bytes outside the allocator: driver context and code of libraries
+    ``collective_bytes``     bytes, on each rank, of a process group for all-reduces between devices; 0 if tensors pass
+                             through the host
+    ``edge_bytes``           bytes, on both ranks, of a connection in one direction between two ranks; 0 if tensors pass
+                             through the host
+    ``gap_share``            fraction of all transient bytes that the allocator loses to rounding and gaps
+    ``gap_tensors``          further bytes that the allocator loses, as a multiple of the largest tensor between two
+                             blocks
+    ``gap_limit``            largest fraction of all transient bytes that the loss by ``gap_tensors`` may be
+    ``kept_share``           fraction of transient bytes that the allocator keeps in freed blocks if the budget allows
+                             it
+    ``speed``                speed relative to the device of the profile
+    ``overlap_loss``         fraction of ``speed`` lost while the device's links transfer bytes
+    ``tier_share``           fraction of a shared tier's bandwidth that the copies of this device can use; less than 1
+                             if the device's cores copy slower than the tier
+    ``host_link``            link to the host's memory if host memory is not the offload tier; otherwise None
+    ``host_bytes``           bytes of the host's memory for this device
+    ``price_per_hour``       price of an hour, in any currency
+    ``host_update_seconds``  seconds of the host optimizer per byte of parameters; 0 without host optimizer
+    ``bucket_bytes``         bytes of the buckets in which replicas sum gradients (:func:`with_buckets`)
     """
 
     kind: str

@@ -256,8 +256,8 @@ def first_batch(config: RunConfig, source: Source, least: int = 1) -> Rows:
 
 
 def _sampled(config: RunConfig, *, least: int = 1, quiet: bool = True) -> Rows:
-    """Return a batch to plan with, of at least ``least`` rows. Raises :class:`DataError` if it has not as many targets
-    as inputs."""
+    """Return a batch of at least ``least`` rows to plan with. Raises :class:`DataError` if the batch does not have as
+    many targets as inputs."""
     source = open_source(config, quiet=quiet)
     batch = first_batch(config, source, least)
     wanted = max(config.trainer.global_batch, least)

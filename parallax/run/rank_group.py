@@ -30,9 +30,9 @@ class RanksLost(ParallaxError):
 
 @dataclass(eq=False)
 class _Waiting:
-    """A message that some ranks have not answered yet. ``answers``: the number of missing answers. ``runs``: whether
-    the message is a batch. ``parts``: first row → outputs of a part of the batch, for the parts received so far.
-    ``step``: the step of the weights that the answering ranks have."""
+    """A message that some ranks have not answered yet. ``answers``: the number of missing answers. ``parts``: first
+    row → outputs of a part of the batch, for the parts received so far. ``step``: the step of the weights that the
+    answering ranks have."""
 
     answers: int
     step: int = 0
@@ -55,7 +55,6 @@ class RankGroup:
 
     ``step``           the step of the weights
     ``fetched_bytes``  the bytes of offloaded parameters that the ranks have fetched so far
-    ``model_failed``   whether the model has raised an exception, after which a copy with several ranks cannot continue
     """
 
     def __init__(self, links: Sequence[RankLink], lost: Callable[[], None]) -> None:

@@ -102,7 +102,9 @@ class StepContext:
 
     The loss is divided by ``denominator``: the number of rows of the global batch or, if the loss defines ``count``,
     the number of targets that count. The gradient of the loss is multiplied by ``scale``. If ``keep`` is given, no
-    targets are read; instead, ``keep`` is called with the index of the first row and the model's outputs.
+    targets are read; instead, ``keep`` is called with the index of the first row and the model's outputs. If
+    ``failed`` is given too, it is called with an exception that the model raises, and all ranks go on without the
+    outputs of that micro-batch.
     """
 
     index: int

@@ -41,8 +41,8 @@ def _sources() -> list[Image.Image]:
 
 
 def photograph(index: int, pixels: int | Sequence[int]) -> tuple[Image.Image, int]:
-    """Return a square crop, scaled to ``pixels`` by ``pixels`` or to a height and a width, and its class: 0 of the
-    temple, 1 of the flower.
+    """Return a crop, and its class: 0 for the temple, 1 for the flower. The crop is square and scaled to ``pixels`` by
+    ``pixels``, or to the height and the width in ``pixels``.
 
     The same index gives the same part of the same photograph at any size.
     """

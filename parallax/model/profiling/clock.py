@@ -116,7 +116,7 @@ class Clock:
 
 
 def queued_seconds() -> float:
-    """Return how long this thread was runnable without a core; 0 if the system does not count it."""
+    """Return the seconds for which this thread was ready to run without a core; 0 if the system does not report it."""
     try:
         with open("/proc/thread-self/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) / 1e9

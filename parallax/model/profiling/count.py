@@ -93,8 +93,13 @@ def count(
 
 @dataclass(frozen=True)
 class _Counted:
-    """The work of one block at one number of rows. ``movable``: bytes of each saved tensor of any size that could be
-    offloaded."""
+    """The work of one block at one number of rows.
+
+    ``forward``: the work of the forward. ``input_gradient`` and ``weight_gradient``: the parts of the backward's work.
+    ``entering`` and ``leaving``: the bytes of the block's inputs and outputs. ``outputs``: the block's output tensors.
+    ``movable``: the bytes of each saved tensor of any size that could be offloaded. The other fields are bytes, as in
+    :class:`~parallax.plan.profile.BlockCost`.
+    """
 
     rows: int
     forward: PassWork
@@ -326,10 +331,11 @@ class _Counter:
     def _saved(
         self, block: nn.Module, entering: tuple[Tensor, ...], targets: Any
     ) -> tuple[tuple[int, ...], int, int, int]:
-        """Return the bytes saved for backward, as the profiler does.
+        """Return the bytes of a forward, by the same rule as the profiler.
 
-        They are the bytes of each tensor that can be offloaded, resident bytes, bytes saved by the loss, and all bytes
-        that the forward adds.
+        They are the bytes of each saved tensor that could be offloaded, the resident bytes that the block saves for
+        backward, the bytes that the loss saves, and all bytes that exist after the forward and did not exist before it.
+        ``targets``: None without a loss.
         """
         held = [*block.parameters(), *block.buffers()]
         saved = SavedBytes(held, 0, plain=FakeTensor)

@@ -104,12 +104,14 @@ def trace_and_partition(
 ) -> Partition:
     """Record the forward of ``model``, which is on the meta device, and return its partition into blocks.
 
-    ``value_of`` returns the initial value of a buffer, for branches on it. Raises :class:`DescribeError` with the line
-    of the model's code and the remedies if the forward is not traceable. ``layer``: the module at
-    whose output the last block ends; empty: the model. ``task``: for forwards alone, a
-    model that computes something else in evaluation is recorded in evaluation alone; for an inference, modules of the
-    kinds :data:`FUSED` are not divided. ``evaluates_later``: no warning of a model that computes something else in
-    evaluation, because the caller records its evaluation next.
+    ``value_of`` returns the initial value of a buffer, for branches on it. ``layer``: the module at whose output the
+    last block ends; empty: it ends at the model's output. ``task`` without training: a model that computes something
+    else in evaluation is recorded in evaluation only. For inference, modules of the kinds :data:`FUSED` are not
+    divided. ``evaluates_later``: no warning of a model that computes something else in evaluation, because the caller
+    records its evaluation next.
+
+    Raises :class:`DescribeError` if the forward is not traceable. The message has the line of the model's code and the
+    remedies.
     """
     if type(model).forward is nn.Module.forward:
         raise _refused(model, "it has no forward")

@@ -46,12 +46,12 @@ def peak_memory(
 def with_kept(
     terms: dict[str, int], device: Device, work_bytes: int
 ) -> tuple[dict[str, int], bool]:
-    """Return the ``terms`` of a rank's peak, including freed memory that the allocator keeps for reuse if that fits.
+    """Return the bytes of a rank's peak by term, and whether the allocator must return freed memory to the system at
+    once.
 
-    ``work_bytes``: the largest :attr:`~parallax.plan.cost.stage.StageLoad.reused_bytes` of the rank's stages.
-
-    The second result is True if it does not fit the budget, so that the allocator must return all freed memory to the
-    system at once.
+    If the freed memory that the allocator keeps for reuse fits the budget beside ``terms``, it is added to them.
+    Otherwise ``terms`` are returned unchanged, and an allocator that usually keeps freed memory must return all of it
+    at once. ``work_bytes``: the largest :attr:`~parallax.plan.cost.stage.StageLoad.reused_bytes` of the rank's stages.
     """
     if bytes_above_budget(terms, device, work_bytes) > 0:
         return terms, device.kept_share > 0
@@ -60,7 +60,8 @@ def with_kept(
 
 
 def bytes_above_budget(terms: dict[str, int], device: Device, work_bytes: int) -> int:
-    """Return the bytes by which a rank's peak would exceed its budget if the allocator kept freed memory.
+    """Return the bytes by which a rank's peak would exceed its budget if the allocator kept freed memory; below 0 if it
+    fits.
 
     ``terms`` are the bytes of the peak by term, without the freed memory (see :func:`with_kept`).
     """
@@ -68,8 +69,10 @@ def bytes_above_budget(terms: dict[str, int], device: Device, work_bytes: int) -
 
 
 def _kept_bytes(terms: dict[str, int], device: Device, work_bytes: int) -> int:
-    """Return the bytes of freed memory that malloc keeps and of gaps between
-    allocations, by a formula fitted to measurements.
+    """Return the bytes of freed memory that malloc keeps and of gaps between allocations, for a peak with these
+    ``terms``.
+
+    The formula was fitted to measurements.
     """
     work = min(work_bytes, terms["workspace"])  # at the peak
     freed = passing_bytes(terms) + _BLOCKS_KEPT * work + terms["staging"] / 4

@@ -11,8 +11,8 @@ Device bytes of a rank at any time::
   + offloaded and resident      activations to be offloaded or prefetched; bounded by the stage's swap limit
   + work                        workspace of the running block, with recomputed activations; or of the loss of all rows
   + staging                     the blocks whose offloaded parameters are on the device at one time
-  + summing                     copies of gradients that replicas sum, where these are not in buckets
-  + gaps                        the allocator's loss beside all transient bytes (:class:`Gaps`)
+  + summing                     copies of gradients that replicas sum, unless the gradients are views of buckets
+  + gaps                        bytes that the allocator loses to gaps, beside all transient bytes (:class:`Gaps`)
 """
 
 from __future__ import annotations

@@ -124,12 +124,14 @@ def _handled(engine: ForwardEngine, template: Any, link: socket.socket) -> bool:
 
 
 def _compute(engine: ForwardEngine, rows: RequestRows, number: int, link: socket.socket) -> None:
-    """Compute a batch, and answer with the outputs that this rank has, or with the model's exception. If the model
-    raises an exception and there are several ranks, this rank ends, because the other ranks wait for its tensors."""
-    try:
-        parts = [(first, output_tensors(found)) for first, found in engine.predict(rows)]
-    except Exception as error:  # the model may raise anything
-        failed = str(ModelFailed.of(error))
+    """Compute a batch, and answer with the outputs that this rank has, or with the model's exception."""
+    errors = list[Exception]()
+    parts = [
+        (first, output_tensors(found))
+        for first, found in engine.predict(rows, failed=errors.append)
+    ]
+    if errors:
+        failed = str(ModelFailed.of(errors[0]))
         send(link, {"number": number, "error": failed, "step": engine.completed_steps})
         return
     done = {

@@ -113,7 +113,8 @@ class StageIO:
             ends[other].post(high - low)
 
     def receive(self, action: Action, copy: Copy = torch.clone) -> Tensors | None:
-        """Wait for the tensors of the receive ``action`` and return them; None if this rank has no rows.
+        """Wait for the tensors of the receive ``action`` and return them: None if this rank has no rows, an empty tuple
+        if a peer sent no tensors.
 
         If the tensors come from a single peer, ``copy`` copies them out of the channel's memory. Tensors from several
         peers are copied by their concatenation instead.
