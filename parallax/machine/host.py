@@ -506,6 +506,23 @@ def outside_device_memory(change: int) -> Iterator[None]:
                 _outside.bytes += min(change, 0)
 
 
+@contextlib.contextmanager
+def unmapping_files() -> Iterator[None]:
+    """A context for unmapping files whose pages this process has read.
+
+    The high-water mark includes these pages, and how many they were is known only while they are mapped. So the meters
+    are read before, and the mark is reset afterwards.
+    """
+    with _outside.lock:
+        _update_meters()
+        try:
+            yield
+        finally:
+            reset_peak_resident()
+            for bound in _bounds:
+                bound.begin_high_water()
+
+
 def boot_identity() -> str:
     """Return the identity of the running kernel, equal in all its containers."""
     with contextlib.suppress(OSError):

@@ -223,6 +223,7 @@ class ForwardEngine:
         stage, groups = self._built.stage, groups_of(directory.parent, self.mesh.nodes)
         reader = open_checkpoint(self._chain, stage, directory, groups, averaged=averaged)
         assign_weights(self._chain, stage, reader)
+        reader.close()
         self.completed_steps = reader.step
         return reader.step
 

@@ -261,6 +261,7 @@ class Saving:
             for name, tensor in saved_tensors(self._chain, self._stage).items():
                 self._optimizer.restore(tensor, held.states(name, tensor))
         self.pending.origin = reader.step
+        reader.close()
         return reader
 
     def _writer(self, folder: Path, step: int, thread: ThreadPoolExecutor) -> PartWriter:

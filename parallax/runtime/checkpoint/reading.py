@@ -14,6 +14,7 @@ from torch import Tensor
 
 from parallax.common.documents import MANIFEST_BYTES, any_json, read_text
 from parallax.errors import CheckpointError, printable
+from parallax.machine.host import unmapping_files
 from parallax.model.files.tensors import held_in
 from parallax.runtime.checkpoint.caller_state import thaw
 from parallax.runtime.checkpoint.checksums import SEAL, checksum, seal, verify_file
@@ -136,6 +137,11 @@ class CheckpointReader:
             for name, tensor in self.held().items()
             if name.startswith("model/")
         }
+
+    def close(self) -> None:
+        """Close the files; no tensor can be read afterwards."""
+        with unmapping_files():
+            self._where.clear()
 
     def read(self, name: str) -> Tensor:
         """Return the tensor with the full name ``name``, such as ``model/<name>`` or ``<optimizer state>/<name>``."""

@@ -204,6 +204,20 @@ def test_the_peak_follows_memory_and_can_be_reset() -> None:
 
 
 @pytest.mark.skipif(not reset_peak_resident(), reason="/proc/self/clear_refs cannot be written")
+def test_pages_of_a_file_are_in_no_peak_also_when_it_is_closed(tmp_path: Path) -> None:
+    """As of a checkpoint, which a resumed run reads before its first step."""
+    path = tmp_path / "states"
+    path.write_bytes(b"x" * 64 * MIB)
+    meter = ResidentMeter()
+    with path.open("rb") as file:
+        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    assert sum(pages[place] for place in range(0, 64 * MIB, 4096)) > 0
+    with host.unmapping_files():
+        pages.close()
+    assert meter.peak_bytes() < 8 * MIB
+
+
+@pytest.mark.skipif(not reset_peak_resident(), reason="/proc/self/clear_refs cannot be written")
 def test_what_is_kept_apart_is_in_no_peak() -> None:
     def hold(count: int) -> mmap.mmap:
         area = mmap.mmap(-1, count)
