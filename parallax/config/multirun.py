@@ -146,10 +146,10 @@ class Multirun:
 
 
 def _settings(folder: Path, typed: Sequence[str]) -> list[str]:
-    """Return overrides of Hydra's own settings: those ``typed`` by the user, and those that Parallax needs.
+    """Return the overrides that set Hydra's own settings, such as ``hydra.sweep.dir``.
 
-    The latter stop Hydra from creating folders and logs, because runs create their own. ``folder``: the folder for the
-    files of Hydra's launcher.
+    The user has ``typed`` some of them. Parallax adds others, which stop Hydra from creating folders and logs, because
+    each run creates its own. ``folder``: the folder for the files of Hydra's launcher.
     """
     ours = {
         "hydra.sweep.dir": quoted(str(folder)),

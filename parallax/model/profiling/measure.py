@@ -176,11 +176,12 @@ def _profile_of(
     whole: BatchLoss,
 ) -> ModelProfile:
     how, on = recipe(str(precision)), device_name(device)
+    threads = torch.get_num_threads()
     peak, source = peak_flops(device, on, precision.compute)
     return ModelProfile(
         model=name,
         fingerprint=chain.fingerprint(),
-        device=f"{on}, {torch.get_num_threads()} thread(s)",
+        device=f"{on}, {threads} thread{'s' * (threads > 1)}",
         precision=str(precision),
         blocks=(
             *(_cost(chain, i, found) for i in range(len(chain.blocks) - 1)),

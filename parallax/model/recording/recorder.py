@@ -218,9 +218,9 @@ class ForwardRecorder(TorchFunctionMode):
                     )
 
     def _has_its_own(self, module: nn.Module, path: str) -> bool:
-        """Return whether all parameters and buffers of ``module`` are those that it has in the model.
+        """Return whether ``module``, at ``path`` in the model, still has its own parameters and buffers.
 
-        False if code has replaced one of them since the run began.
+        The result is False if code has replaced one of them since the run began.
         """
         prefix = f"{path}."
         own = self._fakes.names

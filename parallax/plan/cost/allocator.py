@@ -54,7 +54,7 @@ class Gaps:
         return np.ceil(self.share * transient + np.minimum(self.most, self.limit * transient))
 
     def capacity(self, free: Any) -> Any:
-        """Return the largest transient bytes that fit ``free`` bytes together with what is lost beside them."""
+        """Return the most transient bytes that a rank may have so that they and the lost bytes fit ``free`` bytes."""
         limited = free / (1 + self.share + self.limit)
         return np.maximum((free - self.most) / (1 + self.share), limited)
 

@@ -122,7 +122,7 @@ class FlatParameter:
         return self._gradients[parameter]
 
     def clear_gradients(self, *, to_none: bool) -> None:
-        """Set the gradients to None or, without ``to_none``, those that exist to zeros.
+        """Remove the gradients with ``to_none``; otherwise fill each existing gradient with zeros.
 
         Gradients that a running step uses are left out. That step sets them to zero itself.
         """

@@ -356,7 +356,7 @@ class OffloadedParameters:
         return self._flat_of[parameter].gradient(parameter)
 
     def zero_gradients(self, *, set_to_none: bool = False) -> None:
-        """Set the gradients to None or, without ``set_to_none``, those that exist to zeros.
+        """Remove the gradients with ``set_to_none``; otherwise fill each existing gradient with zeros.
 
         Gradients that a running optimizer step uses are left out. That step sets them to zero itself. The order in
         which the last step used the blocks becomes the expected order of the next step.
