@@ -44,10 +44,11 @@ class OffloadBenchmark:
     def bring_back(self) -> None:
         """Wait until all activations are written, prefetch them, and wait for the device.
 
-        After this, the block's backward waits for no transfer. Raises :class:`SwapError` if writing takes too long.
+        After this, the block's backward waits for no transfer. Raises :class:`SwapError` if a write fails or takes too
+        long.
         """
         until = time.monotonic() + _WRITE_SECONDS
-        while self._manager.resident_bytes > 0:
+        while not self._manager.all_written():
             if time.monotonic() > until:
                 raise SwapError(
                     f"measuring offload: a block's activations were not written within {_WRITE_SECONDS:.0f} s"

@@ -135,6 +135,12 @@ class SwapManager:
                 self._collect_ended()
             return self._accounting.resident_bytes
 
+    def all_written(self) -> bool:
+        """Whether no saved storage is on the device. Raises :class:`SwapError` if a write failed."""
+        with self._lock:
+            self._collect_ended()
+            return self._accounting.resident_bytes == 0
+
     @property
     def resident_bytes_at_most(self) -> int:
         """Upper bound of :attr:`resident_bytes` that is cheaper to read.

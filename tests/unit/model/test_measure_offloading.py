@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallax.errors import ConfigError
+from parallax.errors import ConfigError, SwapError
 from parallax.model.describe import describe
 from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling import measure as module
@@ -60,18 +60,34 @@ def test_offloading_is_tried_for_each_kind_of_block_that_may_offload(tmp_path: P
     assert list(tmp_path.glob("parallax-benchmark-*")) == []
 
 
+def full(*_: object) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_a_tier_too_small_for_a_block_is_logged_and_the_block_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     monkeypatch.setattr("parallax.swap.stores.store.os.pwrite", full)
     output: list[str] = []
     found = profile_of(chain_of(Both), offloader=Counting(tmp_path), progress=output.append)
     assert found.blocks[0].forward_seconds.at(4) > 0
     assert found.blocks[0].offload_seconds.at(4) == 0
     assert any("the cost of offloading was not measured: cannot write" in text for text in output)
+
+
+def test_a_failed_write_is_raised_while_its_end_is_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait went on for ten seconds, and then its length was named as the cause."""
+    monkeypatch.setattr("parallax.swap.stores.store.os.pwrite", full)
+    benchmarks = OffloadBenchmarks("disk", SwapConfig(minimum_bytes=1), tmp_path)
+    block, rows = nn.Linear(WIDE, WIDE), torch.randn(4, WIDE)
+    with benchmarks.of(block, 1 << 20, CPU) as benchmark:
+        with benchmark.saving():
+            out = block(rows)  # saves one tensor, so no later one reports the failure
+        with pytest.raises(SwapError, match="cannot write"):
+            benchmark.bring_back()
+        del out
 
 
 def test_where_nothing_may_be_offloaded_nothing_is_tried() -> None:
