@@ -8,14 +8,12 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import tempfile
 import traceback
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +28,9 @@ CAUSE_SECONDS = 10  # for the cause, once a rank has failed because another one 
 CONSEQUENCE = "has ended or given up: its own messages say why"
 
 
-def _worker(connection: Connection) -> None:
+def _worker(connection: Connection, port: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    connection.send(True)
     sys.path.insert(0, str(ROOT))
     torch.set_num_threads(1)
     # Processes of its own cost more than they compile.
@@ -43,12 +43,12 @@ def _worker(connection: Connection) -> None:
         job = connection.recv()
         if job is None:
             return
-        call, args, rank, world, store = job
+        call, args, rank, world, name = job
         try:
             if world > 1:
                 dist.init_process_group(
                     "gloo",
-                    init_method=f"file://{store}",
+                    store=dist.PrefixStore(name, store),
                     rank=rank,
                     world_size=world,
                     timeout=timedelta(seconds=60),
@@ -75,16 +75,17 @@ class Pool:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         self._workers: list[tuple[Any, Connection]] = []
         with lasting():
-            self._folder = tempfile.TemporaryDirectory(prefix="parallax-pool-")
+            # Ranks that wait for a file look for it every ten milliseconds, some times for each group of a job.
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             ForkingPickler.dumps(torch.zeros(1))  # begins the thread that hands tensors to workers
 
     def run(self, call: Callable[..., Any], world: int, *args: Any) -> list[Any]:
         while len(self._workers) < world:
             self._start()
-        store = Path(self._folder.name) / uuid.uuid4().hex
+        name = uuid.uuid4().hex
         used = self._workers[:world]
         for rank, (_, connection) in enumerate(used):
-            connection.send((call, args, rank, world, store))
+            connection.send((call, args, rank, world, name))
         results: dict[Connection, Any] = {}
         open_ends = [connection for _, connection in used]
         consequence: str | None = None
@@ -122,7 +123,9 @@ class Pool:
     def _start(self) -> None:
         with lasting():
             mine, theirs = CONTEXT.Pipe()
-        process = CONTEXT.Process(target=_worker, args=(theirs,), daemon=True)
+        process = CONTEXT.Process(target=_worker, args=(theirs, self._store.port), daemon=True)
         begin(process)
         theirs.close()
+        with lasting():
+            mine.recv()  # its connection to the store is open
         self._workers.append((process, mine))
