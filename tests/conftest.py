@@ -90,9 +90,11 @@ def pytest_collection_finish() -> None:
     import torch
 
     from tests.natures import remember_natures
+    from tests.peaks import remember_peaks
 
     torch.set_num_threads(1)
     remember_natures()
+    remember_peaks()
     gc.freeze()
     gc.enable()
 
