@@ -15,6 +15,7 @@ _MODULES = (
         "torch._subclasses.fake_tensor",
         "pytest",
         "hypothesis",
+        "torchmetrics",
     ),
     *(f"transformers.models.{family}.modeling_{family}" for family in _FAMILIES),
     *("parallax.config", "parallax.train.loop", "tests.natures", "tests.plans", "tests.zoo"),
