@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,13 +170,20 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = "nanogpt", "seq2seq", "speech"
-NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
+def cases(quick: Collection[Any], others: Iterable[Any]) -> list[Any]:
+    """``quick``, and ``others`` as slow ones."""
+    slow = [case if isinstance(case, tuple) else (case,) for case in others]
+    return [*quick, *(pytest.param(*case, marks=pytest.mark.slow) for case in slow)]
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("precision", ["fp64", "fp32"])
-@pytest.mark.parametrize("name", NAMES)
+TRAINED = [("nanogpt", "fp64"), ("speech", "fp32")]
+RESUMED = ["seq2seq"]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    cases(TRAINED, sorted({*itertools.product(RECIPES, ["fp64", "fp32"])} - {*TRAINED})),
+)
 def test_a_recipe_trains_as_its_plain_loop(
     pool: Pool, tmp_path: Path, name: str, precision: str
 ) -> None:
@@ -188,8 +196,7 @@ def test_a_recipe_trains_as_its_plain_loop(
         compare(found, expected, 0, losses, weights)
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cases(RESUMED, [name for name in RECIPES if name not in RESUMED]))
 def test_a_recipe_resumes_under_another_plan(pool: Pool, tmp_path: Path, name: str) -> None:
     settings = RECIPES[name].overrides(tmp_path, "fp64")
     (expected,) = pool.run(plain, 1, name, tmp_path, settings)

@@ -32,6 +32,7 @@ def test_offloading_hides(figures: dict[str, Any]) -> None:
     assert offload["high_water"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("directive", ["keep", "recompute", "offload"])
 def test_spans_are_the_devices(figures: dict[str, Any], directive: str) -> None:
     """By the host's clock all of a step was in UPDATE, which waits for everything."""
@@ -41,6 +42,7 @@ def test_spans_are_the_devices(figures: dict[str, Any], directive: str) -> None:
     assert found["by_kind"].get("update", 0.0) < 0.02 * found["seconds"]
 
 
+@pytest.mark.slow
 def test_waits_of_the_stream_are_stalls(figures: dict[str, Any]) -> None:
     """Behind a link that is too slow. Where the host is held up, by whatever else runs on it, some are longer by
     hundredths of a second, so those of the quick link tell nothing."""
@@ -51,6 +53,7 @@ def test_waits_of_the_stream_are_stalls(figures: dict[str, Any]) -> None:
     assert waited == pytest.approx(late, rel=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("directive", ["keep", "recompute", "offload"])
 def test_the_device_may_be_as_small_as_was_planned(figures: dict[str, Any], directive: str) -> None:
     """The allocator refuses more than the plan's peak, and no request exceeded it."""
@@ -66,6 +69,7 @@ def test_what_a_trial_waits_for_is_no_work(sim_pool: Pool) -> None:
     assert longer < 0.02 * one_way
 
 
+@pytest.mark.slow
 def test_what_was_not_planned_is_refused_as_torch_does(figures: dict[str, Any]) -> None:
     assert "out of memory" in figures["too small"]
 

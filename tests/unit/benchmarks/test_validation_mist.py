@@ -36,6 +36,7 @@ def cases(folder: Path, *lines: str) -> list[mist.Case]:
     return [mist.parse(line) for line in read_rows(path)]
 
 
+@pytest.mark.slow
 def test_reserved_memory_of_every_stage_is_met_within_5_percent_and_never_under_estimated(
     published: Table,
 ) -> None:
