@@ -60,11 +60,10 @@ def private_names(tree: ast.Module) -> list[str]:
             bound |= {alias.asname or alias.name for alias in node.names}
     found = [name for name in imported if name.startswith("torch.") and _is_private(name)]
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
+        # Each private name of a longer expression is the last of an attribute of its own.
+        if isinstance(node, ast.Attribute) and (node.attr == "reducer" or _is_private(node.attr)):
             dotted = _dotted(node)
-            if node.attr in ("reducer", "_C") or (
-                dotted.split(".")[0] in bound and _is_private(dotted)
-            ):
+            if node.attr in ("reducer", "_C") or dotted.split(".")[0] in bound:
                 found.append(dotted)
     return found
 
