@@ -131,12 +131,14 @@ def test_the_allocator_holds_no_more_than_the_device_has_unless_tensors_do(tmp_p
     assert mist.reserved({**memory, "activations": memory["activations"] + most}) == used + most
 
 
+@pytest.mark.slow
 def test_tensors_never_take_more_than_predicted_for_them(published: Table) -> None:
     allocated = [row for row in published.rows if row.quantity == "allocated"]
     assert len(allocated) == 8
     assert all(0 <= row.error <= 0.12 for row in allocated)
 
 
+@pytest.mark.slow
 def test_seconds_of_a_step_are_met_within_8_percent_also_for_runs_left_out(
     published: Table,
 ) -> None:
