@@ -173,7 +173,8 @@ class Bucket:
         """Find the state tensors of the bucket, and assign each of them a position in one byte buffer."""
         places, at = [], 0
         for index in range(len(self.segments)):
-            for key, value in self._held(index).items():
+            # Sorted: states are views of the buffer, and must keep their positions if a step inserts a key again.
+            for key, value in sorted(self._held(index).items()):
                 if isinstance(value, Tensor) and (value.dim() > 0 or key == MASTER):
                     at = -(-at // value.element_size()) * value.element_size()
                     places.append(
