@@ -16,6 +16,7 @@ from parallax.runtime.optim.groups import ParameterGroups, group_key
 from parallax.runtime.optim.nature import Nature, nature_of
 from parallax.runtime.optim.places import ParameterPlace
 from parallax.swap.optimizer.averaging import averaging
+from parallax.swap.optimizer.delaying import delaying
 from parallax.swap.weights import stepped_in
 
 Named = Mapping[str, nn.Parameter]
@@ -25,7 +26,8 @@ class OptimizerBuilder:
     """Builds optimizers of ``config`` for parts of a model.
 
     ``groups`` are the settings of all parameters, by name. ``dtype`` is the type in which parameters are stepped. If
-    ``averages`` is True, the optimizers also average the weights (:mod:`parallax.swap.optimizer.averaging`).
+    ``averages`` is True, the optimizers also average the weights (:mod:`parallax.swap.optimizer.averaging`). If
+    ``delays`` is True, they delay updates by one step (:mod:`parallax.swap.optimizer.delaying`).
     """
 
     def __init__(
@@ -35,18 +37,26 @@ class OptimizerBuilder:
         dtype: torch.dtype = torch.float32,
         *,
         averages: bool = False,
+        delays: bool = False,
     ) -> None:
-        self.config, self.groups, self._dtype, self.averages = config, groups, dtype, averages
+        self.config, self.groups, self._dtype = config, groups, dtype
+        self.averages, self.delays = averages, delays
         self._numbers = {group_key(s): n for n, (s, _) in enumerate(groups.shapes())}
 
     @classmethod
     def of(
-        cls, config: OptimizerConfig, model: nn.Module, *, averages: bool = False
+        cls,
+        config: OptimizerConfig,
+        model: nn.Module,
+        *,
+        averages: bool = False,
+        delays: bool = False,
     ) -> OptimizerBuilder:
         """Return the builder for the trained parameters of ``model``."""
         dtypes = [p.dtype for p in model.parameters() if p.requires_grad]
         dtype = stepped_in(dtypes[0]) if dtypes else torch.float32
-        return cls(config, ParameterGroups.of(config, model), dtype, averages=averages)
+        groups = ParameterGroups.of(config, model)
+        return cls(config, groups, dtype, averages=averages, delays=delays)
 
     @classmethod
     def over(
@@ -76,7 +86,8 @@ class OptimizerBuilder:
         if not groups:
             return SGD([torch.empty(0)], lr=self.config.lr)
         made = self.config.create([*groups.values()])
-        return averaging(made) if self.averages else made
+        made = averaging(made) if self.averages else made
+        return delaying(made, corrects=self.config.delay_correction) if self.delays else made
 
     @cached_property
     def nature(self) -> Nature:
@@ -89,7 +100,9 @@ class OptimizerBuilder:
                 "run without training, use parallax export or Engine.predict"
             )
         groups = [(settings, [len(shape) for shape in found]) for settings, found in shapes]
-        return nature_of(self.config, groups, self._dtype, averages=self.averages)
+        return nature_of(
+            self.config, groups, self._dtype, averages=self.averages, delays=self.delays
+        )
 
     @property
     def lr(self) -> float:

@@ -29,7 +29,9 @@ class OptimizerConfig(Registered):
     ``lr``: the learning rate, which the schedule multiplies. ``weight_decay`` applies to matrices only. ``clip_norm``
     bounds the global gradient norm over all stages; 0 is no clipping. ``clip_value`` bounds each element of a gradient,
     after ``clip_norm``; 0 is no clipping. ``layer_decay``: the learning rate of a layer is multiplied by this factor
-    once for each later layer. Layers are told apart by the first number in the names of their parameters. ``groups``:
+    once for each later layer. Layers are told apart by the first number in the names of their parameters.
+    ``delay_correction``: with ``trainer.updates=delayed``, compute gradients with predicted weights, the newest ones
+    plus their last change. It needs memory for one more copy of the weights. ``groups``:
     settings of some parameters, ``[{match: "*.bias|norm.*", weight_decay: 0}, {match: "head.*", lr: 0.001}, {match:
     "layers.{0..3}.*", freeze: true}]``. ``match``: a pattern of parameter names; ``type``: the class of the parameter's
     module; ``dims``: the number of its dimensions. A parameter belongs to the first group of which it fits all of these
@@ -48,6 +50,7 @@ class OptimizerConfig(Registered):
     clip_norm: float = 1.0
     clip_value: float = 0.0
     layer_decay: float = 1.0
+    delay_correction: bool = False
     groups: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -29,6 +29,7 @@ from parallax.runtime.optim.config import CLIPS, Group, OptimizerConfig
 from parallax.swap.optimizer.averaging import averaging
 from parallax.swap.optimizer.buckets import CLIP_GROUP, Bucket, settings_of
 from parallax.swap.optimizer.counters import GroupCounters, as_tensors
+from parallax.swap.optimizer.delaying import delaying
 from parallax.swap.weights import ResidentWeights, aligned_runs
 
 _STEPS = 12  # some optimizers act in every fifth or tenth step
@@ -86,15 +87,17 @@ def nature_of(
     dtype: torch.dtype,
     *,
     averages: bool = False,
+    delays: bool = False,
 ) -> Nature:
     """Return the properties of the optimizer of ``config`` that a plan depends on.
 
     ``groups`` holds the settings of each parameter group, with the numbers of dimensions of its parameters. ``dtype``
-    is the type in which parameters are stepped. If ``averages`` is True, the optimizer also averages the weights.
+    is the type in which parameters are stepped. If ``averages`` is True, the optimizer also averages the weights; if
+    ``delays`` is True, it delays updates by one step.
     Raises :class:`ConfigError`, with the reason, for an optimizer that no plan can step.
     """
     with torch.random.fork_rng(devices=[]):
-        trial = _Trial(config, groups, dtype, averages)
+        trial = _Trial(config, groups, dtype, averages, delays)
         plain = trial.plain()
         alone = trial.in_buckets(split=False)
         if not _same(plain, alone):
@@ -121,8 +124,10 @@ class _Trial:
         groups: Sequence[tuple[Group, Sequence[int]]],
         dtype: torch.dtype,
         averages: bool,
+        delays: bool,
     ) -> None:
         self._config, self._dtype, self._averages = config, dtype, averages
+        self._delays = delays
         self._settings = [settings for settings, _ in groups]
         self._kinds = [
             (group, dims) for group, (_, found) in enumerate(groups) for dims in sorted(set(found))
@@ -222,7 +227,10 @@ class _Trial:
                 f"optimizer={self._config.label}: it trains with other weights than those of its eval(), which "
                 "would be evaluated and saved; use an optimizer without one"
             )
-        return parameters, averaging(optimizer) if self._averages else optimizer
+        optimizer = averaging(optimizer) if self._averages else optimizer
+        if self._delays:
+            delaying(optimizer, corrects=self._config.delay_correction)
+        return parameters, optimizer
 
     def _check_settings(self, optimizer: Optimizer) -> None:
         """Raise :class:`ConfigError` if a group has a setting that the optimizer does not know."""

@@ -14,6 +14,7 @@ from parallax.runtime.optim.builder import Named, OptimizerBuilder
 from parallax.runtime.optim.resident import DeviceOptimizer
 from parallax.runtime.stage import Stream, first_offloaded
 from parallax.swap.optimizer.averaging import AVERAGE, set_share
+from parallax.swap.optimizer.delaying import PREVIOUS, VERSION, set_exchanges
 from parallax.swap.optimizer.host import Exchange, HostOptimizer, owns
 from parallax.swap.statistics import SwapStatistics
 from parallax.swap.stores.store import Store
@@ -138,9 +139,31 @@ class StageOptimizer:
 
         Gradients are dropped. All replicas call this method.
         """
+        self._set_share(None)
+        self._exchange_all()
+
+    @property
+    def delays(self) -> bool:
+        """Whether the model's weights are one version behind the newest weights."""
+        return self._builder.delays
+
+    def exchange_versions(self) -> None:
+        """Exchange the model's weights with the newest weights; a second call undoes the exchange. Without delayed
+        updates, or before the first step, both are equal and nothing changes.
+
+        Gradients are dropped. All replicas call this method.
+        """
+        if self.delays:
+            for optimizer in (self._on_device.optimizer, self._host.optimizer):
+                set_exchanges(optimizer, True)
+            self._exchange_all()
+            for optimizer in (self._on_device.optimizer, self._host.optimizer):
+                set_exchanges(optimizer, False)
+
+    def _exchange_all(self) -> None:
+        """Take a step whose settings only exchange weights and states."""
         self._host.finish()
         self._copies.synchronize()  # the host's copies of weights are written next
-        self._set_share(None)
         self._on_device.step(())
         if self._offloaded:
             self._host.commit()
@@ -203,10 +226,14 @@ class StageOptimizer:
     def restore(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
         """Set the optimizer states of ``parameter``, whose value is already set.
 
-        If this run keeps no averages, an average among ``states`` is dropped.
+        Averages, and other versions of the weights, are dropped if this run keeps none.
         """
-        if not self._builder.averages:
-            states = {key: value for key, value in states.items() if key != AVERAGE}
+        kept = {
+            AVERAGE: self._builder.averages,
+            VERSION: self._builder.delays,
+            PREVIOUS: self._builder.delays and self._builder.config.delay_correction,
+        }
+        states = {key: value for key, value in states.items() if kept.get(key, True)}
         if parameter in self._offloaded:
             self._host.restore(parameter, states)
         elif isinstance(parameter, nn.Parameter) and parameter.requires_grad:

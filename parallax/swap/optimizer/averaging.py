@@ -53,7 +53,7 @@ def _averaging(kind: Any) -> type[Optimizer]:
         @torch.no_grad()
         def step(self, closure: Callable[[], float] | None = None) -> float | None:
             if any(group[SHARE] is None for group in self.param_groups):
-                _exchange(self)
+                exchange(self, AVERAGE)
                 return None
             begun = {
                 p: p.detach().clone()
@@ -80,12 +80,13 @@ def _update(optimizer: Optimizer) -> None:
             lerp_each_in_place(averages, [p.detach() for p in known], group[SHARE])
 
 
-def _exchange(optimizer: Optimizer) -> None:
+def exchange(optimizer: Optimizer, key: str) -> None:
+    """Exchange the values of each parameter with those of its state ``key``, if it has this state."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            average = optimizer.state.get(parameter, {}).get(AVERAGE)
-            if average is not None:
-                _exchange_values(parameter.detach(), average)
+            held = optimizer.state.get(parameter, {}).get(key)
+            if held is not None:
+                _exchange_values(parameter.detach(), held)
 
 
 def _exchange_values(weights: Tensor, average: Tensor) -> None:

@@ -20,6 +20,7 @@ from parallax.runtime.optim.kinds.lion import LionConfig
 from parallax.runtime.optim.kinds.muon import MuonConfig
 from parallax.runtime.optim.kinds.sgd import SGDConfig
 from parallax.swap.optimizer.averaging import AVERAGE
+from parallax.swap.optimizer.delaying import PREVIOUS, VERSION
 
 BY_ELEMENTS = [
     "Adadelta",
@@ -97,6 +98,28 @@ def test_averages_are_one_more_state_of_any_optimizer(config: OptimizerConfig) -
     one, other = plain.build(named), averaged.build(named)
     assert type(other).__name__ == type(one).__name__
     assert isinstance(other, type(one))
+
+
+@pytest.mark.parametrize("corrects", [False, True])
+@pytest.mark.parametrize("averages", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [AdamWConfig(), SGDConfig(), SGDConfig(momentum=0.0), LionConfig(), MuonConfig()],
+    ids=lambda config: config.label,
+)
+def test_versions_are_further_states_of_any_optimizer(
+    config: OptimizerConfig, averages: bool, corrects: bool
+) -> None:
+    net = make_net()
+    plain = OptimizerBuilder.of(config, net, averages=averages)
+    config = dataclasses.replace(config, delay_correction=corrects)
+    delayed = OptimizerBuilder.of(config, net, averages=averages, delays=True)
+    named = dict(net.named_parameters())
+    weights = sum(parameter.nbytes for parameter in named.values())
+    versions = {VERSION, PREVIOUS} if corrects else {VERSION}
+    assert delayed.nature.names() == plain.nature.names() | versions
+    assert delayed.nature.divides is plain.nature.divides
+    assert delayed.state_bytes(named) == plain.state_bytes(named) + len(versions) * weights
 
 
 @pytest.mark.parametrize("kind", [AdamWConfig, LionConfig, MuonConfig, SGDConfig])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ class Opener:
         place: str = "device",
         *,
         averages: bool = False,
+        delays: bool = False,
     ) -> StageOptimizer:
         share, on_disk = PLACES[place]
 
@@ -94,7 +96,7 @@ class Opener:
         named = dict(net.named_parameters())
         optimizer = StageOptimizer(
             named,
-            OptimizerBuilder.of(config, net, averages=averages),
+            OptimizerBuilder.of(config, net, averages=averages, delays=delays),
             CPU,
             offload=share,
             always_offloaded=(),
@@ -449,6 +451,42 @@ def test_averages_are_those_of_full_precision_copies(
         assert torch.equal(parameter, weights)
         assert torch.equal(found[AVERAGE], average)
         assert found.keys() == known.keys()
+        assert all(torch.equal(found[key], value) for key, value in known.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("corrects", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion"])
+def test_delayed_updates_are_a_loop_with_two_versions(
+    opener: Opener, name: str, place: str, corrects: bool, dtype: torch.dtype
+) -> None:
+    config = replace(OPTIMIZERS[name], delay_correction=corrects)
+    plain, net = Plain(make_net(dtype), config), make_net(dtype)
+    optimizer = opener(net, config, place, delays=True)
+    newest = plain.masters
+    previous = [weights.detach().clone() for weights in newest]
+    for step in range(6):
+        current = [weights.detach().clone() for weights in newest]
+        plain.take(step)
+        with torch.no_grad():
+            for parameter, now, before in zip(plain.net.parameters(), current, previous):
+                parameter.copy_(torch.lerp(now, before, -1.0) if corrects else now)
+        previous = current
+        take(optimizer, net, step)
+        optimizer.finish()
+        for one, other in zip(plain.net.parameters(), net.parameters()):
+            assert torch.equal(one, other)
+    before = [optimizer.states(parameter) for parameter in net.parameters()]
+    optimizer.exchange_versions()
+    optimizer.finish()
+    for weights, parameter in zip(newest, net.parameters()):
+        assert torch.equal(parameter, weights.to(dtype))
+    optimizer.exchange_versions()
+    optimizer.finish()
+    for one, known, other in zip(plain.net.parameters(), before, net.parameters()):
+        found = optimizer.states(other)
+        assert torch.equal(one, other)
         assert all(torch.equal(found[key], value) for key, value in known.items())
 
 
