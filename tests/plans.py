@@ -11,6 +11,7 @@ from parallax.model.describe import Chain, describe
 from parallax.plan.cluster import LEAST_BUCKET_BYTES
 from parallax.plan.plan import Directive, Plan, Prediction, RankPrediction, StagePlan
 from parallax.plan.schedule import SCHEDULES, named
+from parallax.plan.updates import Updates
 
 GIB = 2**30
 
@@ -56,6 +57,7 @@ def make_plan(
     shard: bool = False,
     inputs_ahead: bool = False,
     gather_loss: bool = False,
+    updates: str = "synchronous",
     bucket_bytes: int = LEAST_BUCKET_BYTES,
     group: int = 0,
 ) -> Plan:
@@ -104,5 +106,6 @@ def make_plan(
         placement=placement,
         interleave=interleave,
         gather_loss=gather_loss,
+        updates=Updates(updates),
         prediction=Prediction(step_seconds=0.0, bubble=0.0, ranks=(rank,) * sum(replicas)),
     )

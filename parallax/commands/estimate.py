@@ -9,6 +9,7 @@ from parallax.commands.options import add_json, add_overrides, console_of, print
 from parallax.config import compose
 from parallax.plan.cost.estimate import estimate
 from parallax.plan.search.contradiction import check_rows
+from parallax.plan.updates import Updates
 from parallax.report import estimate_table
 from parallax.run.job import model_work
 from parallax.run.stepping import stepped_by
@@ -35,7 +36,12 @@ def run(parsed: argparse.Namespace) -> int:
         config = compose(parsed.overrides)
         work.limit(config.trainer)
         check_rows(config.trainer.global_batch, config.trainer.microbatch)
-        costs = stepped_by(model_work(config, work), config.optimizer, averages=config.ema.averages)
+        costs = stepped_by(
+            model_work(config, work),
+            config.optimizer,
+            averages=config.ema.averages,
+            delays=config.trainer.updates == Updates.DELAYED,
+        )
         found = estimate(
             costs, global_batch=config.trainer.global_batch, microbatch=config.trainer.microbatch
         )

@@ -54,6 +54,7 @@ from parallax.model.source import ModelConfig
 from parallax.plan.analytic.catalog import CatalogClusterConfig
 from parallax.plan.config import PlanConfig
 from parallax.plan.task import PlanTask
+from parallax.plan.updates import Updates
 from parallax.report.scaling.beside import ReportConfig
 from parallax.runtime.checkpoint.config import CheckpointConfig
 from parallax.runtime.metrics.config import MetricsConfig
@@ -125,6 +126,11 @@ class RunConfig:
         check_choice("task", self.task, list(map(str, PlanTask)))
         if self.trainer.steps:
             self.ema.check(self.trainer.steps)
+        if self.optimizer.delay_correction and self.trainer.updates != Updates.DELAYED:
+            raise ConfigError(
+                f"optimizer.delay_correction=true: with trainer.updates={self.trainer.updates} there is no delay; use "
+                "trainer.updates=delayed, or leave it out"
+            )
         self.metrics_config.check_key("checkpoint.metric", self.checkpoint.metric)
         self.trainer.check_metric(self.checkpoint.metric)
         callback_configs(self.callbacks)

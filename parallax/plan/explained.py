@@ -22,6 +22,8 @@ def _explain_shape(plan: Plan) -> str:
     micro = plan.micro_batches(plan.global_batch)
     each = f", {plan.interleave} virtual stages per pipeline rank" if plan.interleave > 1 else ""
     once = "the loss is computed once, of all rows; " if plan.gather_loss else ""
+    if plan.updates.delays:
+        once += "updates are delayed by one step, with two versions of the weights; "
     if not plan.task.trains:
         once += (
             f"{plan.task} runs forwards only: a batch takes {format_seconds(plan.prediction.step_seconds)}, "

@@ -22,6 +22,7 @@ from parallax.plan.edge import Edge, chain
 from parallax.plan.rows import micro_batch_count, micro_batch_rows, replica_rows
 from parallax.plan.schedule import Schedule, named
 from parallax.plan.task import PlanTask
+from parallax.plan.updates import Updates
 
 VERSION = 3
 # The same safe subset of YAML as safe_dump and safe_load; plans of a thousand ranks take seconds without the C library.
@@ -365,6 +366,8 @@ class Plan(Pipeline):
     ``fingerprint``    hash of the model, equal to that of the profile (:class:`~parallax.plan.profile.ModelProfile`)
     ``gather_loss``    the last stage gathers the outputs of all micro-batches and replicas and computes one loss of the
                        whole batch; otherwise each micro-batch of each replica has its own loss
+    ``updates``        whether gradients are those of the newest weights, or of weights one version older, which every
+                       stage holds beside the newest
     ``tier``           name of the offload tier (:mod:`parallax.plan.tier`)
     ``candidates``     number of plans that the search compared
     ``exact``          no plan is better under the search's cost model
@@ -382,6 +385,7 @@ class Plan(Pipeline):
     exact: bool = True
     bound_seconds: float = 0.0
     gather_loss: bool = False
+    updates: Updates = Updates.SYNCHRONOUS
     alternatives: tuple[Alternative, ...] = ()
     spare_devices: int = 0
     version: int = VERSION
@@ -398,6 +402,11 @@ class Plan(Pipeline):
                 f"plan: task={printable(str(self.task))}: accepted are {', '.join(PlanTask)}"
             )
         object.__setattr__(self, "task", PlanTask(self.task))
+        if self.updates not in list(Updates):
+            raise PlanError(
+                f"plan: updates={printable(str(self.updates))}: accepted are {', '.join(Updates)}"
+            )
+        object.__setattr__(self, "updates", Updates(self.updates))
         _check_numbers(self, int, "global_batch", "microbatch", "candidates", "interleave")
         _check_numbers(self, int, "spare_devices")
         _check_numbers(self, float, "bound_seconds")
@@ -487,6 +496,8 @@ class Plan(Pipeline):
             del data["spare_devices"]
         if self.task.trains:
             del data["task"]
+        if not self.updates.delays:
+            del data["updates"]
         for rank in data["prediction"]["ranks"]:
             if not rank["returns_freed"]:
                 del rank["returns_freed"]
@@ -581,6 +592,7 @@ class Plan(Pipeline):
             "interleave",
             "placement",
             "gather_loss",
+            "updates",
             "tier",
         )
         return {name: value for name, value in self.to_dict().items() if name in names}

@@ -31,6 +31,7 @@ from parallax.plan.cluster import Cluster
 from parallax.plan.profile import ModelProfile
 from parallax.plan.task import PlanTask
 from parallax.plan.tier import AUTO
+from parallax.plan.updates import Updates
 from parallax.plan.work import ModelWork
 from parallax.run.planning import (
     Loss,
@@ -326,6 +327,7 @@ def plan_run(
         precision=config.precision,
         optimizer=config.optimizer,
         averages=config.ema.averages,
+        updates=config.trainer.updates,
         microbatch=config.trainer.microbatch,
         gather_loss=config.trainer.gather_loss,
         name=config.model.name,
@@ -349,7 +351,12 @@ def _plan_for_catalog(
     nameless = profile is not None or config.model.work(str(config.precision)) is not None
     profile = profile or profile_run(config, progress)
     if task.trains:
-        profile = stepped_by(profile, config.optimizer, averages=config.ema.averages)
+        profile = stepped_by(
+            profile,
+            config.optimizer,
+            averages=config.ema.averages,
+            delays=config.trainer.updates == Updates.DELAYED,
+        )
     planned = plan_catalog(
         profile,
         cluster,
@@ -359,6 +366,7 @@ def _plan_for_catalog(
         global_batch=config.trainer.global_batch,
         microbatch=config.trainer.microbatch,
         gather_loss=config.trainer.gather_loss,
+        updates=config.trainer.updates,
         task=task,
         progress=progress,
     )

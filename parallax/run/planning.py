@@ -40,6 +40,7 @@ from parallax.plan.search.contradiction import Question, check_question
 from parallax.plan.search.search import search
 from parallax.plan.simulation.predict import Forecast
 from parallax.plan.task import PlanTask
+from parallax.plan.updates import Updates
 from parallax.run.nodes import (
     join_nodes,
     measured_cluster,
@@ -114,6 +115,7 @@ def plan_model(
     precision: PrecisionConfig | None = None,
     optimizer: OptimizerConfig | Callable[[Sequence[Group]], Optimizer] | None = None,
     averages: bool = False,
+    updates: str = Updates.SYNCHRONOUS,
     microbatch: int | str = "auto",
     gather_loss: bool = False,
     name: str = "model",
@@ -126,10 +128,10 @@ def plan_model(
     """Measure ``chain`` on this machine and return the best plan of ``task`` for global batches like ``batch``.
 
     ``optimizer``: settings, or a function that takes parameter groups and returns a torch optimizer. ``averages``:
-    reserve memory for averaged weights. ``gather_loss``: compute the loss once over all rows of a batch, as contrastive
-    losses need. ``profile`` replaces the measurement. ``present``: the cluster of all nodes of the run, if there are
-    several nodes; this process is on the first node. ``scratch``: the folder of swap files. Raises
-    :class:`~parallax.errors.InfeasiblePlan` if no plan fits.
+    reserve memory for averaged weights. ``updates``: synchronous or delayed. ``gather_loss``: compute the loss once
+    over all rows of a batch, as contrastive losses need. ``profile`` replaces the measurement. ``present``: the cluster
+    of all nodes of the run, if there are several nodes; this process is on the first node. ``scratch``: the folder of
+    swap files. Raises :class:`~parallax.errors.InfeasiblePlan` if no plan fits.
     """
     cluster, swap, plan = cluster or ClusterConfig(), swap or SwapConfig(), plan or PlanConfig()
     batch = RowCheck(chain.dtype).of(batch, "the batch to plan with")
@@ -155,7 +157,11 @@ def plan_model(
     progress("measuring the machine")
     found = present or measured_cluster(cluster, choice, swap, scratch)
     progress(f"searching plans for {plural(len(found.devices), 'device')}")
-    profile, groups = _stepped(profile, chain, optimizer, choice, task, averages=averages)
+    delayed = Updates(updates)
+    profile, groups = _stepped(
+        profile, chain, optimizer, choice, task, averages=averages, delays=delayed.delays
+    )
+    requested["updates"] = delayed
     requested |= {"global_batch": len(batch), "swap": swap.offloads, "task": task}
     fixed = present is not None or _started(cluster)
     best, forecast = search(profile, found, plan, spare=not fixed, progress=progress, **requested)
@@ -177,6 +183,7 @@ def _stepped(
     task: PlanTask,
     *,
     averages: bool,
+    delays: bool,
 ) -> tuple[ModelProfile, tuple[GroupSummary, ...]]:
     """Return the profile with the costs of the optimizer, and the optimizer's parameter groups. If the task does not
     train, return the profile unchanged and no groups."""
@@ -185,7 +192,7 @@ def _stepped(
     config = AdamWConfig() if optimizer is None else as_config(optimizer)
     groups = tuple(ParameterGroups.of(config, chain.model).summaries())
     device = own_device(choice.kind)
-    return stepped_by(profile, config, chain, device, averages=averages), groups
+    return stepped_by(profile, config, chain, device, averages=averages, delays=delays), groups
 
 
 def as_planned(cluster: ClusterConfig, requested: PlanConfig, plan: Plan) -> ClusterConfig:
@@ -324,6 +331,7 @@ def plan_catalog(
     global_batch: int,
     microbatch: int | str = "auto",
     gather_loss: bool = False,
+    updates: str = Updates.SYNCHRONOUS,
     task: PlanTask = PlanTask.TRAINING,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Planned:
@@ -359,6 +367,7 @@ def plan_catalog(
         microbatch=microbatch,
         swap=swap.offloads,
         gather_loss=gathers,
+        updates=Updates(updates),
         spare=True,
         task=task,
         progress=progress,

@@ -34,10 +34,11 @@ def stepped_by(
     device: torch.device | None = None,
     *,
     averages: bool = False,
+    delays: bool = False,
 ) -> _Costs:
     """Return ``costs``, measured with AdamW and its two states per weight, converted to ``optimizer``. ``averages``:
-    whether the optimizer also averages the weights. Raises :class:`~parallax.errors.ConfigError` for an optimizer that
-    no plan can step.
+    whether the optimizer also averages the weights. ``delays``: whether it delays updates by one step. Raises
+    :class:`~parallax.errors.ConfigError` for an optimizer that no plan can step.
 
     The bytes of states per byte of parameters are those of the block of ``chain`` with the highest ratio; without a
     chain, they are those of a large matrix or embedding. The seconds of an elementwise step are computed from its
@@ -49,10 +50,10 @@ def stepped_by(
         plain = dataclasses.replace(optimizer, groups=[], layer_decay=1.0)
         kinds, shape = ("Linear", "Embedding"), tuple(matrix.shape)
         groups = ParameterGroups(plain, [ParameterPlace((k,), (k,), shape) for k in kinds])
-        builder = OptimizerBuilder(plain, groups, averages=averages)
+        builder = OptimizerBuilder(plain, groups, averages=averages, delays=delays)
         states = builder.largest_ratio({kind: matrix} for kind in kinds)
     else:
-        builder = OptimizerBuilder.of(optimizer, chain.model, averages=averages)
+        builder = OptimizerBuilder.of(optimizer, chain.model, averages=averages, delays=delays)
         states = builder.largest_ratio(_blocks(chain))
     optimizer_bytes = costs.optimizer_bytes * states / ADAMW_STATES
     if not isinstance(costs, ModelProfile):

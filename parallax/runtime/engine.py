@@ -48,7 +48,7 @@ from parallax.runtime.optim.kinds.adamw import AdamWConfig
 from parallax.runtime.optim.scaling import LossScale
 from parallax.runtime.optim.schedule import ScheduleConfig
 from parallax.runtime.optim.schedules.constant import ConstantSchedule
-from parallax.runtime.plan_check import accepted, shared_between_ranks
+from parallax.runtime.plan_check import accepted, check_updates, shared_between_ranks
 from parallax.runtime.replicas.config import ReplicasConfig
 from parallax.runtime.replicas.replicate import sync_for
 from parallax.runtime.saving import Saving
@@ -76,7 +76,9 @@ class Engine:
         self._averages = Averages(configs.ema)
         self._exchanged = False
         averages = configs.ema.averages
-        builder = OptimizerBuilder.of(configs.optimizer, chain.model, averages=averages)
+        builder = OptimizerBuilder.of(
+            configs.optimizer, chain.model, averages=averages, delays=plan.updates.delays
+        )
         divides = builder.nature.divides
         built = build_stage(chain, mesh, configs.stage, norms, trains=True, divides=divides)
         self._stage, self._tiers, copies = built.stage, built.tiers, built.copies
@@ -152,6 +154,7 @@ class Engine:
         optimizer: OptimizerConfig | Callable[[Sequence[Group]], Optimizer] | None = None,
         schedule: ScheduleConfig | None = None,
         ema: EmaConfig | None = None,
+        updates: str | None = None,
         precision: PrecisionConfig | None = None,
         swap: SwapConfig | None = None,
         replicas: ReplicasConfig | None = None,
@@ -167,6 +170,7 @@ class Engine:
                              optimizer
         ``schedule``         the learning rate over ``steps`` steps, constant by default
         ``ema``              averaged weights, none by default
+        ``updates``          synchronous or delayed; by default those of the plan, and it must agree with the plan
         ``compile``          compile each block
         ``scratch``          the folder of swap files
         ``nonfinite_skips``  how many steps in a row may be skipped because their loss or gradients are not finite;
@@ -182,6 +186,7 @@ class Engine:
                 "without task"
             )
         plan = accepted(plan, chain)
+        check_updates(plan, updates)
         if replicas is not None:
             replicas.check(plan, drops=nonfinite_skips > 0)
         mesh = Mesh.create(plan, device or torch.device("cpu"), shared_between_ranks(chain, plan))
@@ -198,7 +203,8 @@ class Engine:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """The parameters and buffers of this rank's stages, by their names in the model.
+        """The parameters and buffers of this rank's stages, by their names in the model. With delayed updates, they are
+        those with which the next step computes; within :meth:`newest`, they are the newest.
 
         An offloaded parameter is returned as a copy, which optimizers refuse.
         """
@@ -322,7 +328,8 @@ class Engine:
 
         The weight is the number of rows. If the loss ignores some targets, it is the number of targets that count.
         """
-        return self._evaluator.evaluate(batch, self._step)
+        with self.newest():
+            return self._evaluator.evaluate(batch, self._step)
 
     @property
     def evaluates_averages(self) -> bool:
@@ -339,30 +346,48 @@ class Engine:
         ranks would have to take part in that, and ranks that have not failed do not.
         """
         self._check_trained()
-        if not self._averages.updates:
+        exchange = self._optimizer.exchange_averages
+        with self._exchanging(exchange) if self._averages.updates else self.newest():
+            yield
+
+    @contextlib.contextmanager
+    def newest(self) -> Iterator[None]:
+        """A context in which the newest weights are those of the model; all ranks enter it. It matters with delayed
+        updates, under which the model's weights are older or predicted ones. Evaluations and predictions enter it
+        themselves, once for each batch; around several batches, it saves time. Within :meth:`averaged` it does nothing.
+
+        As in :meth:`averaged`, steps and checkpoints are refused inside the context.
+        """
+        if self._exchanged or not self._optimizer.delays:
             yield
             return
-        self._optimizer.exchange_averages()
+        with self._exchanging(self._optimizer.exchange_versions):
+            yield
+
+    @contextlib.contextmanager
+    def _exchanging(self, exchange: Callable[[], None]) -> Iterator[None]:
+        exchange()
         self._exchanged, failed = True, True
         try:
             yield
             failed = False
         finally:
             if not failed or self.mesh.replicas is None:
-                self._optimizer.exchange_averages()
+                exchange()
                 self._exchanged = False
 
     def _check_trained(self) -> None:
         if self._exchanged:
             raise ParallaxError(
-                "within engine.averaged(), and after an error in it, the trained weights are not in place: leave the "
-                "context first, or load a checkpoint into a new engine"
+                "within engine.averaged() or newest(), and after an error in it, the trained weights are not in place: "
+                "leave the context first, or load a checkpoint into a new engine"
             )
 
     def predict(self, batch: Rows) -> list[tuple[int, Any]]:
         """Return the model's outputs for a batch, without reading its targets. A rank of the last stage returns a list
         of (index of the first row, outputs), one entry for each micro-batch; other ranks return an empty list."""
-        return self._forward.predict(batch, self._step)
+        with self.newest():
+            return self._forward.predict(batch, self._step)
 
     def checkpoints(self, directory: Path) -> tuple[list[Path], list[str]]:
         """Return the checkpoints in ``directory`` that :meth:`load` can read, and one message about each of the others.

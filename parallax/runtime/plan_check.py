@@ -24,6 +24,15 @@ def accepted(plan: Plan, chain: Chain) -> Plan:
     return plan
 
 
+def check_updates(plan: Plan, updates: str | None) -> None:
+    """Raise :class:`PlanError` if the run's ``updates`` are not those of the plan; None stands for the plan's."""
+    if updates not in (None, plan.updates):
+        raise PlanError(
+            f"the plan is for trainer.updates={plan.updates}, and the run has trainer.updates={updates}, which needs "
+            f"memory for another number of versions of the weights: plan again, or use trainer.updates={plan.updates}"
+        )
+
+
 def check_gathering(plan: Plan, rows: int) -> None:
     """Raise :class:`PlanError` if the plan gathers the loss over a batch of ``rows`` rows, but its schedule runs a
     backward before all forwards are complete."""

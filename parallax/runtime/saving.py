@@ -159,7 +159,7 @@ class Saving:
         thread = ThreadPoolExecutor(1, WRITER)
         writer = self._writer(partial, step, thread)
         try:
-            marks = all_gather_result(lambda: self._copy(writer))
+            marks = self._copied(writer)
         except ParallaxError:
             writer.cancel()
             thread.shutdown()
@@ -260,6 +260,7 @@ class Saving:
         with torch.no_grad():
             for name, tensor in saved_tensors(self._chain, self._stage).items():
                 self._optimizer.restore(tensor, held.states(name, tensor))
+        self._optimizer.exchange_versions()
         self.pending.origin = reader.step
         reader.close()
         return reader
@@ -286,6 +287,15 @@ class Saving:
             part_bytes=checkpoint.PART_BYTES // (8 if small else 1),
             expected_bytes=self._expected_bytes(tensors.values()),
         )
+
+    def _copied(self, writer: PartWriter) -> list[dict[str, int]]:
+        """Copy the tensors of all ranks into their writers, with the newest weights as the model's. Return the results
+        of :meth:`_copy` on all ranks."""
+        self._optimizer.exchange_versions()
+        try:
+            return all_gather_result(lambda: self._copy(writer))
+        finally:
+            self._optimizer.exchange_versions()
 
     def _copy(self, writer: PartWriter) -> dict[str, int]:
         """Copy this rank's tensors into ``writer``. Return the checksums of the tensors that checkpoints leave out."""

@@ -20,6 +20,7 @@ from parallax.errors import (
 )
 from parallax.plan.profile import Utilization
 from parallax.plan.tier import AUTO
+from parallax.plan.updates import Updates
 from parallax.runtime.batch import Rows
 from parallax.runtime.checkpoint import state_text
 from parallax.runtime.checkpoint.config import CHECKPOINTS, TRAINING_LOSS, CheckpointConfig
@@ -56,7 +57,9 @@ class TrainerConfig:
     of passes over the training rows. One of the two must be set (0: not set). ``global_batch``: rows per optimizer step
     over all replicas. ``microbatch``: rows per micro-batch; with auto the planner chooses. ``gather_loss``: gather the
     outputs of all micro-batches and replicas, and compute the loss once over the whole batch, as contrastive losses
-    need. ``eval_every``, ``checkpoint_every``: the number of steps between evaluations or checkpoints; 0: only at the
+    need. ``updates``: with synchronous, gradients are those of the newest weights. With delayed, they are those of the
+    weights one version older, as in PipeDream-2BW, on every stage; validation and checkpoints use the newest weights.
+    ``eval_every``, ``checkpoint_every``: the number of steps between evaluations or checkpoints; 0: only at the
     end of the run. ``eval_batches``: the maximum number of global batches per evaluation; auto is all held-out rows.
     ``resume``: auto resumes from the run directory's last checkpoint; with never the run restarts from the beginning.
     ``watchdog_seconds``: the seconds after which a rank counts as hanging, at least the time of two predicted steps; 0
@@ -78,6 +81,7 @@ class TrainerConfig:
     global_batch: int = 16
     microbatch: int | str = "auto"
     gather_loss: bool = False
+    updates: str = Updates.SYNCHRONOUS.value
     eval_every: int = 100
     eval_batches: int | str | None = AUTO
     checkpoint_every: int = 30
@@ -104,6 +108,7 @@ class TrainerConfig:
             "patience",
         ):
             check_positive(f"trainer.{key}", getattr(self, key), zero=True)
+        check_choice("trainer.updates", self.updates, list(map(str, Updates)))
         check_choice("trainer.resume", self.resume, ["auto", "never"])
         check_choice("trainer.nonfinite", self.nonfinite, ["stop", "skip"])
         check_count("trainer.microbatch", self.microbatch)
@@ -579,7 +584,7 @@ class _Run:
         first: Evaluated | None = None
         self._callbacks.run.validation = {}
         averages = self._engine.evaluates_averages and not self._stopping.is_last_step
-        with self._engine.averaged() if averages else contextlib.nullcontext():
+        with self._engine.averaged() if averages else self._engine.newest():
             for number, (name, held_out) in enumerate(self._held_out.items()):
                 found = self._evaluate_set(logger, step, name if number else "", held_out)
                 if found is None:

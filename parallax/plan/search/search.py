@@ -37,6 +37,7 @@ from parallax.plan.search.refusal import refusal
 from parallax.plan.search.request import Candidate, Request
 from parallax.plan.simulation.predict import Forecast, predict_costs
 from parallax.plan.task import PlanTask
+from parallax.plan.updates import Updates
 
 PREDICTED = 8  # pipelines that are predicted in full even if they cannot win
 EFFORT = 300_000  # simulated block passes after which no more pipelines are predicted
@@ -76,6 +77,7 @@ def search(
     microbatch: int | str = AUTO,
     swap: bool = True,
     gather_loss: bool = False,
+    updates: Updates = Updates.SYNCHRONOUS,
     spare: bool = False,
     task: PlanTask = PlanTask.TRAINING,
     progress: Progress = lambda text: None,
@@ -87,6 +89,7 @@ def search(
                      batch evenly over the replicas
     ``swap``         whether the plan may offload
     ``gather_loss``  whether the plan must compute one loss over all rows of the batch
+    ``updates``      recorded in the plan; ``profile`` already has its costs
     ``spare``        whether the plan may use only the first devices if that makes the step shorter; on large clusters
                      only a few device counts are tried
     ``progress``     function that receives status messages
@@ -122,7 +125,8 @@ def search(
         key=lambda answer: len(answer.request.devices),
     )
     plan, forecast = fewest.plan()
-    return replace(plan, spare_devices=devices - plan.world_size), forecast
+    updates = updates if task.trains else Updates.SYNCHRONOUS
+    return replace(plan, updates=updates, spare_devices=devices - plan.world_size), forecast
 
 
 def _device_counts(config: PlanConfig, devices: int) -> list[int]:

@@ -22,13 +22,12 @@ from parallax.model.files.values import as_dtype, check_finite
 from parallax.model.materialise import materialise
 from parallax.model.pretrained import tied_names
 from parallax.run.imports.sources import SOURCES, ImportSource
-from parallax.run.imports.states import check_states, state_as_kept
+from parallax.run.imports.states import NOT_IMPORTED, check_states, state_as_kept
 from parallax.run.job import build_chain, built_model, open_source
 from parallax.run.prepare import RUNS, check_name, free_name
 from parallax.run.resume import STORED
 from parallax.runtime import checkpoint
 from parallax.runtime.checkpoint.writing import contents_of
-from parallax.swap.optimizer.averaging import AVERAGE
 from parallax.swap.optimizer.buckets import MASTER
 from parallax.train.data.indexed import IndexedSource
 
@@ -142,7 +141,7 @@ class _Import:
             value.numel()
             for name in self._source.states
             for key, value in self._source.without_values(name).items()
-            if key not in (AVERAGE, MASTER)
+            if key not in NOT_IMPORTED
         )
 
     def write(self, folder: Path, step: int, state: dict[str, Any]) -> None:
@@ -171,7 +170,7 @@ class _Import:
         for name, tensor in self._wanted.items():
             yield f"model/{name}", self._weight(name, tensor)
             for key in self._source.states.get(name, {}):
-                if key not in (AVERAGE, MASTER):
+                if key not in NOT_IMPORTED:
                     value, dtype = self._source.read_state(name, key), self._dtype_of(tensor)
                     yield (
                         f"{key}/{name}",

@@ -15,8 +15,11 @@ from parallax.runtime.optim.builder import OptimizerBuilder
 from parallax.runtime.optim.config import OptimizerConfig
 from parallax.swap.optimizer.averaging import AVERAGE
 from parallax.swap.optimizer.buckets import MASTER
+from parallax.swap.optimizer.delaying import PREVIOUS, VERSION
 
 _STEP = "step"
+NOT_IMPORTED = frozenset((MASTER, AVERAGE, VERSION, PREVIOUS))
+"""States that are other versions of the weights. A master weight is imported as the weight."""
 
 
 def check_states(
@@ -34,7 +37,7 @@ def check_states(
     due = builder.nature.names()
     for name in source.states:
         found = source.without_values(name)
-        if set(found) - {MASTER, AVERAGE} != due:
+        if set(found) - NOT_IMPORTED != due:
             raise CheckpointError(
                 f"the source has {printable(', '.join(sorted(found)))} of {printable(name)}, and optimizer="
                 f"{optimizer.label} keeps {', '.join(sorted(due))}: name the optimizer that it was trained by, or "

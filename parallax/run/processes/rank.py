@@ -233,6 +233,7 @@ def _build_engine(run: PreparedRun, chain: Chain, loss: Loss, device: torch.devi
         optimizer=config.optimizer,
         schedule=config.schedule,
         ema=config.ema,
+        updates=config.trainer.updates,
         precision=config.precision,
         swap=config.swap,
         replicas=config.replicas,
