@@ -40,6 +40,7 @@ from parallax.plan.plan import (
 from parallax.plan.profile import NOTHING, BlockCost, ModelProfile
 from parallax.plan.schedule import Kind
 from parallax.plan.task import PlanTask
+from parallax.plan.updates import Updates
 
 # Outputs that wait on the device for their copies to the host, where messages are staged through it.
 _STAGED = 4
@@ -105,7 +106,14 @@ def forward_plan(profile: ModelProfile, cluster: Cluster, plan: Plan) -> Plan:
     costs = task_costs(profile, PlanTask.INFERENCE)
     kept = [_without_training(stage) for stage in plan.stages]
     stages = with_offload_bytes(costs, kept, plan.pipeline_ranks)
-    plan = replace(plan, task=PlanTask.INFERENCE, stages=stages, gather_loss=False, alternatives=())
+    plan = replace(
+        plan,
+        task=PlanTask.INFERENCE,
+        stages=stages,
+        gather_loss=False,
+        updates=Updates.SYNCHRONOUS,
+        alternatives=(),
+    )
     ranks: dict[int, RankPrediction] = {}
     fullest = []
     for pipeline_rank in range(plan.pipeline_ranks):
