@@ -300,3 +300,9 @@ def test_errors_of_keys_reach_other_ranks_with_their_message() -> None:
     with pytest.raises(ConfigError) as caught:
         compose(["trainer.stps=3"])
     assert str(type(caught.value)(str(caught.value))) == str(caught.value)
+
+
+def test_a_correction_without_delay_is_refused() -> None:
+    message = error_of("optimizer.delay_correction=true")
+    assert message.endswith("use trainer.updates=delayed, or leave it out")
+    compose(["optimizer.delay_correction=true", "trainer.updates=delayed"])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from parallax import ClusterConfig, TensorRows, describe, plan_model
 from parallax.errors import ConfigError
+from parallax.run.planning import Planned
 from parallax.runtime.optim.builder import OptimizerBuilder
 from parallax.runtime.optim.config import Group, OptimizerConfig, OptimizerFactory
 from parallax.runtime.optim.groups import ParameterGroups, freeze
@@ -357,3 +358,27 @@ def test_a_plan_for_the_optimizer_of_a_function() -> None:
         optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
     )
     assert planned.plan.stages
+
+
+@pytest.mark.parametrize("corrects", [False, True])
+@pytest.mark.parametrize("config", [AdamWConfig(), SGDConfig(momentum=0.0)], ids=lambda c: c.label)
+def test_a_plan_with_delayed_updates_counts_each_version(
+    config: OptimizerConfig, corrects: bool
+) -> None:
+    """One more byte of states for each byte of parameters, and another for the correction."""
+    net = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 4))
+    chain, rows = describe(lambda: net), TensorRows(torch.randn(4, 256), torch.zeros(4).long())
+    weights = sum(parameter.nbytes for parameter in net.parameters())
+
+    def planned(optimizer: OptimizerConfig, updates: str) -> Planned:
+        cluster = ClusterConfig(kind="cpu", devices=1, device_memory="64MiB")
+        loss = nn.functional.cross_entropy
+        return plan_model(chain, loss, rows, cluster=cluster, optimizer=optimizer, updates=updates)
+
+    usual = planned(config, "synchronous")
+    delayed = planned(dataclasses.replace(config, delay_correction=corrects), "delayed")
+    versions = 2 if corrects else 1
+    assert (usual.plan.updates, delayed.plan.updates) == ("synchronous", "delayed")
+    assert delayed.profile.optimizer_bytes == usual.profile.optimizer_bytes + versions
+    before, after = (each.plan.prediction.stages[0].memory for each in (usual, delayed))
+    assert after["optimizer"] - before.get("optimizer", 0) == versions * weights
