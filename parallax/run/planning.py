@@ -157,21 +157,19 @@ def plan_model(
     progress("measuring the machine")
     found = present or measured_cluster(cluster, choice, swap, scratch)
     progress(f"searching plans for {plural(len(found.devices), 'device')}")
-    delayed = Updates(updates)
-    profile, groups = _stepped(
-        profile, chain, optimizer, choice, task, averages=averages, delays=delayed.delays
-    )
-    requested["updates"] = delayed
+    profile, groups = _stepped(profile, chain, optimizer, choice, task, averages, Updates(updates))
     requested |= {"global_batch": len(batch), "swap": swap.offloads, "task": task}
-    fixed = present is not None or _started(cluster)
-    best, forecast = search(profile, found, plan, spare=not fixed, progress=progress, **requested)
+    requested |= {"updates": Updates(updates), "spare": not (present or _started(cluster))}
+    best, forecast = search(profile, found, plan, progress=progress, **requested)
     given = len(found.devices) if present else _given(cluster, plan)
-    processes = "" if present else _processes(choice, best)
-    remarks = tuple(filter(None, (_unused(given, used), processes)))
+    remarks = tuple(filter(None, (_unused(given, used), _processes(choice, best, present))))
     return Planned(best, forecast, profile, found.first(best.world_size), remarks, groups)
 
 
-def _processes(choice: DeviceChoice, plan: Plan) -> str:
+def _processes(choice: DeviceChoice, plan: Plan, present: Cluster | None) -> str:
+    """Return a message about the processes of this machine; empty if all nodes of the run are ``present``."""
+    if present:
+        return ""
     return processes_of(dataclasses.replace(choice, count=plan.world_size))
 
 
@@ -181,9 +179,8 @@ def _stepped(
     optimizer: OptimizerConfig | Callable[[Sequence[Group]], Optimizer] | None,
     choice: DeviceChoice,
     task: PlanTask,
-    *,
     averages: bool,
-    delays: bool,
+    updates: Updates,
 ) -> tuple[ModelProfile, tuple[GroupSummary, ...]]:
     """Return the profile with the costs of the optimizer, and the optimizer's parameter groups. If the task does not
     train, return the profile unchanged and no groups."""
@@ -192,6 +189,7 @@ def _stepped(
     config = AdamWConfig() if optimizer is None else as_config(optimizer)
     groups = tuple(ParameterGroups.of(config, chain.model).summaries())
     device = own_device(choice.kind)
+    delays = updates.delays
     return stepped_by(profile, config, chain, device, averages=averages, delays=delays), groups
 
 
