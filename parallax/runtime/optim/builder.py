@@ -17,6 +17,7 @@ from parallax.runtime.optim.nature import Nature, nature_of
 from parallax.runtime.optim.places import ParameterPlace
 from parallax.swap.optimizer.averaging import averaging
 from parallax.swap.optimizer.delaying import delaying
+from parallax.swap.optimizer.outer import Mean, Means, OuterRule, in_rounds
 from parallax.swap.weights import stepped_in
 
 Named = Mapping[str, nn.Parameter]
@@ -26,8 +27,10 @@ class OptimizerBuilder:
     """Builds optimizers of ``config`` for parts of a model.
 
     ``groups`` are the settings of all parameters, by name. ``dtype`` is the type in which parameters are stepped. If
-    ``averages`` is True, the optimizers also average the weights (:mod:`parallax.swap.optimizer.averaging`). If
-    ``delays`` is True, they delay updates by one step (:mod:`parallax.swap.optimizer.delaying`).
+    ``averages`` is True, the optimizers also average the weights (:mod:`parallax.swap.optimizer.averaging`). With
+    ``outer``, their steps are local steps (:mod:`parallax.swap.optimizer.outer`), and ``means`` average over the
+    replicas, if there are several. If ``delays`` is True, they delay updates by one step
+    (:mod:`parallax.swap.optimizer.delaying`).
     """
 
     def __init__(
@@ -37,10 +40,12 @@ class OptimizerBuilder:
         dtype: torch.dtype = torch.float32,
         *,
         averages: bool = False,
+        outer: OuterRule | None = None,
         delays: bool = False,
     ) -> None:
         self.config, self.groups, self._dtype = config, groups, dtype
-        self.averages, self.delays = averages, delays
+        self.averages, self.outer, self.delays = averages, outer, delays
+        self.means: Means | None = None
         self._numbers = {group_key(s): n for n, (s, _) in enumerate(groups.shapes())}
 
     @classmethod
@@ -50,13 +55,14 @@ class OptimizerBuilder:
         model: nn.Module,
         *,
         averages: bool = False,
+        outer: OuterRule | None = None,
         delays: bool = False,
     ) -> OptimizerBuilder:
         """Return the builder for the trained parameters of ``model``."""
         dtypes = [p.dtype for p in model.parameters() if p.requires_grad]
         dtype = stepped_in(dtypes[0]) if dtypes else torch.float32
         groups = ParameterGroups.of(config, model)
-        return cls(config, groups, dtype, averages=averages, delays=delays)
+        return cls(config, groups, dtype, averages=averages, outer=outer, delays=delays)
 
     @classmethod
     def over(
@@ -71,8 +77,9 @@ class OptimizerBuilder:
         dtype = stepped_in(dtypes[0]) if dtypes else torch.float32
         return cls(config, ParameterGroups(config, places), dtype, averages=averages)
 
-    def build(self, named: Named) -> Optimizer:
-        """Return the optimizer of those parameters in ``named`` that are trained.
+    def build(self, named: Named, mean: Mean | None = None) -> Optimizer:
+        """Return the optimizer of those parameters in ``named`` that are trained. ``mean``: the entry of :attr:`means`
+        for these parameters.
 
         If none is trained, the optimizer steps an empty parameter instead, because torch refuses an empty list of
         parameters.
@@ -87,7 +94,8 @@ class OptimizerBuilder:
             return SGD([torch.empty(0)], lr=self.config.lr)
         made = self.config.create([*groups.values()])
         made = averaging(made) if self.averages else made
-        return delaying(made, corrects=self.config.delay_correction) if self.delays else made
+        made = delaying(made, corrects=self.config.delay_correction) if self.delays else made
+        return in_rounds(made, self.outer, mean) if self.outer else made
 
     @cached_property
     def nature(self) -> Nature:
@@ -101,7 +109,12 @@ class OptimizerBuilder:
             )
         groups = [(settings, [len(shape) for shape in found]) for settings, found in shapes]
         return nature_of(
-            self.config, groups, self._dtype, averages=self.averages, delays=self.delays
+            self.config,
+            groups,
+            self._dtype,
+            averages=self.averages,
+            outer=self.outer,
+            delays=self.delays,
         )
 
     @property

@@ -30,6 +30,7 @@ from parallax.swap.optimizer.averaging import averaging
 from parallax.swap.optimizer.buckets import CLIP_GROUP, Bucket, settings_of
 from parallax.swap.optimizer.counters import GroupCounters, as_tensors
 from parallax.swap.optimizer.delaying import delaying
+from parallax.swap.optimizer.outer import OuterRule, in_rounds
 from parallax.swap.weights import ResidentWeights, aligned_runs
 
 _STEPS = 12  # some optimizers act in every fifth or tenth step
@@ -87,17 +88,18 @@ def nature_of(
     dtype: torch.dtype,
     *,
     averages: bool = False,
+    outer: OuterRule | None = None,
     delays: bool = False,
 ) -> Nature:
     """Return the properties of the optimizer of ``config`` that a plan depends on.
 
     ``groups`` holds the settings of each parameter group, with the numbers of dimensions of its parameters. ``dtype``
-    is the type in which parameters are stepped. If ``averages`` is True, the optimizer also averages the weights; if
-    ``delays`` is True, it delays updates by one step.
-    Raises :class:`ConfigError`, with the reason, for an optimizer that no plan can step.
+    is the type in which parameters are stepped. If ``averages`` is True, the optimizer also averages the weights;
+    with ``outer``, its steps are local steps; if ``delays`` is True, it delays updates by one step. Raises
+    :class:`ConfigError`, with the reason, for an optimizer that no plan can step.
     """
     with torch.random.fork_rng(devices=[]):
-        trial = _Trial(config, groups, dtype, averages, delays)
+        trial = _Trial(config, groups, dtype, averages, outer, delays)
         plain = trial.plain()
         alone = trial.in_buckets(split=False)
         if not _same(plain, alone):
@@ -124,10 +126,11 @@ class _Trial:
         groups: Sequence[tuple[Group, Sequence[int]]],
         dtype: torch.dtype,
         averages: bool,
+        outer: OuterRule | None,
         delays: bool,
     ) -> None:
         self._config, self._dtype, self._averages = config, dtype, averages
-        self._delays = delays
+        self._outer, self._delays = outer, delays
         self._settings = [settings for settings, _ in groups]
         self._kinds = [
             (group, dims) for group, (_, found) in enumerate(groups) for dims in sorted(set(found))
@@ -230,7 +233,7 @@ class _Trial:
         optimizer = averaging(optimizer) if self._averages else optimizer
         if self._delays:
             delaying(optimizer, corrects=self._config.delay_correction)
-        return parameters, optimizer
+        return parameters, in_rounds(optimizer, self._outer) if self._outer else optimizer
 
     def _check_settings(self, optimizer: Optimizer) -> None:
         """Raise :class:`ConfigError` if a group has a setting that the optimizer does not know."""

@@ -16,6 +16,7 @@ from parallax.runtime.stage import Stream, first_offloaded
 from parallax.swap.optimizer.averaging import AVERAGE, set_share
 from parallax.swap.optimizer.delaying import PREVIOUS, VERSION, set_exchanges
 from parallax.swap.optimizer.host import Exchange, HostOptimizer, owns
+from parallax.swap.optimizer.outer import OUTER_STATES, Mean, set_ends_round
 from parallax.swap.statistics import SwapStatistics
 from parallax.swap.stores.store import Store
 
@@ -66,7 +67,10 @@ class StageOptimizer:
         offloaded = [parameter for parameter in trained if parameter in self._offloaded]
         sharded = shard(resident) if shard is not None and resident else None
         self._device = device
-        self._on_device = DeviceOptimizer(self._built(resident), resident, sharded, divides=divides)
+        means = builder.means
+        mean = means and (means.resident if sharded is None else means.shards)
+        built = self._built(resident, mean)
+        self._on_device = DeviceOptimizer(built, resident, sharded, divides=divides)
         self._sharded = frozenset(resident if sharded is not None else ())
         self._shared = frozenset(offloaded if share is not None else ())
         self._exchange = share(offloaded) if share is not None else None
@@ -78,7 +82,7 @@ class StageOptimizer:
         needed += builder.state_bytes(self._named(chunked), masters=False)
         stepped = [*offloaded, *chunked]  # if it is empty, the host optimizer has nothing to step
         self._host = HostOptimizer(
-            self._built(stepped),
+            self._built(stepped, means and means.host),
             offloaded,
             copies=copies,
             store=open_store(needed, _places([*owned, *chunked])) if stepped else None,
@@ -87,8 +91,8 @@ class StageOptimizer:
             divides=divides,
         )
 
-    def _built(self, parameters: Sequence[nn.Parameter]) -> Optimizer:
-        return self._builder.build(self._named(parameters))
+    def _built(self, parameters: Sequence[nn.Parameter], mean: Mean | None) -> Optimizer:
+        return self._builder.build(self._named(parameters), mean)
 
     def _named(self, parameters: Sequence[nn.Parameter]) -> Named:
         return {self._names[parameter]: parameter for parameter in parameters}
@@ -168,6 +172,23 @@ class StageOptimizer:
         if self._offloaded:
             self._host.commit()
 
+    def end_round(self) -> None:
+        """End a round of local steps: set the weights of all replicas as the outer rule says.
+
+        Gradients are dropped. All replicas call this method.
+        """
+        self._host.finish()
+        self._copies.synchronize()  # the host's copies of weights are written next
+        self._set_ends_round(True)
+        self._on_device.step(())
+        if self._offloaded:
+            self._host.commit()
+        self._set_ends_round(False)
+
+    def _set_ends_round(self, ends: bool) -> None:
+        set_ends_round(self._on_device.optimizer, ends)
+        set_ends_round(self._host.optimizer, ends)
+
     def _set_share(self, share: float | None) -> None:
         if self._builder.averages:
             set_share(self._on_device.optimizer, share)
@@ -226,12 +247,15 @@ class StageOptimizer:
     def restore(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
         """Set the optimizer states of ``parameter``, whose value is already set.
 
-        Averages, and other versions of the weights, are dropped if this run keeps none.
+        States that this run does not keep are dropped: averages, other versions of the weights, and those of an outer
+        optimizer.
         """
+        outer = () if self._builder.outer is None else self._builder.outer.states
         kept = {
             AVERAGE: self._builder.averages,
             VERSION: self._builder.delays,
             PREVIOUS: self._builder.delays and self._builder.config.delay_correction,
+            **{key: key in outer for key in OUTER_STATES},
         }
         states = {key: value for key, value in states.items() if kept.get(key, True)}
         if parameter in self._offloaded:

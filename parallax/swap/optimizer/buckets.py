@@ -174,7 +174,7 @@ class Bucket:
         places, at = [], 0
         for index in range(len(self.segments)):
             # Sorted: states are views of the buffer, and must keep their positions if a step inserts a key again.
-            for key, value in sorted(self._held(index).items()):
+            for key, value in sorted(self._held(index).items(), key=lambda item: str(item[0])):
                 if isinstance(value, Tensor) and (value.dim() > 0 or key == MASTER):
                     at = -(-at // value.element_size()) * value.element_size()
                     places.append(

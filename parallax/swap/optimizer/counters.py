@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from parallax.swap.optimizer.averaging import SHARE
+from parallax.swap.optimizer.outer import ENDS_ROUND
 
 _OF_GROUP = "group."
 _TYPES: dict[str, tuple[type, torch.dtype]] = {
@@ -27,7 +28,8 @@ _TYPES: dict[str, tuple[type, torch.dtype]] = {
 class GroupCounters:
     """The numbers in the parameter groups of ``optimizer`` that its own steps change.
 
-    The learning rate and the share of averaged weights are excluded, because they are set before each step.
+    The settings that are set before each step are excluded: the learning rate, the share of averaged weights, and
+    whether the step ends a round.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -84,7 +86,9 @@ def as_tensors(states: Mapping[str, Any], counters: Mapping[str, Any]) -> dict[s
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     kinds = tuple(kind for kind, _ in _TYPES.values())
-    return {k: v for k, v in group.items() if k not in ("lr", SHARE) and type(v) in kinds}
+    return {
+        k: v for k, v in group.items() if k not in ("lr", SHARE, ENDS_ROUND) and type(v) in kinds
+    }
 
 
 def _parts(key: str) -> tuple[str, str | None]:
