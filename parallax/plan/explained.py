@@ -22,6 +22,13 @@ def _explain_shape(plan: Plan) -> str:
     micro = plan.micro_batches(plan.global_batch)
     each = f", {plan.interleave} virtual stages per pipeline rank" if plan.interleave > 1 else ""
     once = "the loss is computed once, of all rows; " if plan.gather_loss else ""
+    groups = plan.stages[0].replicas // plan.summing(0)
+    if groups > 1:
+        one = "replicas" if plan.summing(0) == 1 else f"groups of {plan.summing(0)} replicas"
+        once += (
+            f"each of {groups} {one} takes {plural(plan.local_steps, 'step')} by itself, then they exchange weights, "
+            f"{format_bytes(round(plan.exchanged_bytes))} per step; "
+        )
     if plan.updates.delays:
         once += "updates are delayed by one step, with two versions of the weights; "
     if not plan.task.trains:

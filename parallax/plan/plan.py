@@ -19,6 +19,7 @@ from parallax.common.units import format_bytes
 from parallax.errors import PlanError, printable
 from parallax.plan.cluster import LEAST_BUCKET_BYTES
 from parallax.plan.edge import Edge, chain
+from parallax.plan.profile import summing
 from parallax.plan.rows import micro_batch_count, micro_batch_rows, replica_rows
 from parallax.plan.schedule import Schedule, named
 from parallax.plan.task import PlanTask
@@ -366,6 +367,11 @@ class Plan(Pipeline):
     ``fingerprint``    hash of the model, equal to that of the profile (:class:`~parallax.plan.profile.ModelProfile`)
     ``gather_loss``    the last stage gathers the outputs of all micro-batches and replicas and computes one loss of the
                        whole batch; otherwise each micro-batch of each replica has its own loss
+    ``local_steps``    the steps that each replica takes by itself between two exchanges of weights; 0 if replicas sum
+                       their gradients in every step
+    ``local_groups``   the groups of replicas that do so together, summing their gradients in every step; 0 if each
+                       replica does so alone
+    ``exchanged_bytes``  with local steps, the bytes per step that a replica of the pipeline exchanges with the others
     ``updates``        whether gradients are those of the newest weights, or of weights one version older, which every
                        stage holds beside the newest
     ``tier``           name of the offload tier (:mod:`parallax.plan.tier`)
@@ -385,6 +391,9 @@ class Plan(Pipeline):
     exact: bool = True
     bound_seconds: float = 0.0
     gather_loss: bool = False
+    local_steps: int = 0
+    local_groups: int = 0
+    exchanged_bytes: float = 0.0
     updates: Updates = Updates.SYNCHRONOUS
     alternatives: tuple[Alternative, ...] = ()
     spare_devices: int = 0
@@ -408,8 +417,8 @@ class Plan(Pipeline):
             )
         object.__setattr__(self, "updates", Updates(self.updates))
         _check_numbers(self, int, "global_batch", "microbatch", "candidates", "interleave")
-        _check_numbers(self, int, "spare_devices")
-        _check_numbers(self, float, "bound_seconds")
+        _check_numbers(self, int, "spare_devices", "local_steps", "local_groups")
+        _check_numbers(self, float, "bound_seconds", "exchanged_bytes")
         texts = self.model, self.fingerprint, self.tier, self.schedule.name
         if not all(isinstance(text, str) for text in texts):
             raise PlanError("a plan's model, fingerprint, schedule and tier must be strings")
@@ -428,6 +437,7 @@ class Plan(Pipeline):
                 raise PlanError(
                     f"stage {index} has {stage.replicas} replicas, its pipeline rank has another number"
                 )
+        self._check_local_steps()
         moves = self.micro_batches(self.global_batch) * len(self.stages)
         if moves > MOST_MOVES:
             raise PlanError(
@@ -435,6 +445,18 @@ class Plan(Pipeline):
                 f"passes, at most {MOST_MOVES} are accepted: use more rows per micro-batch (trainer.microbatch)"
             )
         self._check_prediction()
+
+    def _check_local_steps(self) -> None:
+        if not self.local_steps:
+            return
+        replicas = self.stages[0].replicas
+        sharded = any(stage.shard_optimizer for stage in self.stages) and self.summing(0) == 1
+        uneven = any(stage.replicas != replicas for stage in self.stages)
+        if sharded or uneven or self.gather_loss or replicas % (self.local_groups or 1):
+            raise PlanError(
+                "local steps need equally many replicas of every stage and in every group, which have a loss of their "
+                "own, and optimizer states that no other group holds: plan again"
+            )
 
     def _check_stages(self) -> None:
         expected = 0
@@ -467,6 +489,10 @@ class Plan(Pipeline):
                     "the plan exceeds its budget; plan again"
                 )
 
+    def summing(self, stage: int) -> int:
+        """Return how many replicas of ``stage`` sum their gradients in every step."""
+        return summing(self.stages[stage].replicas, self.local_steps, self.local_groups)
+
     @property
     def blocks(self) -> int:
         return self.stages[-1].stop
@@ -496,6 +522,8 @@ class Plan(Pipeline):
             del data["spare_devices"]
         if self.task.trains:
             del data["task"]
+        if not self.local_steps:
+            del data["local_steps"], data["local_groups"], data["exchanged_bytes"]
         if not self.updates.delays:
             del data["updates"]
         for rank in data["prediction"]["ranks"]:
@@ -592,6 +620,8 @@ class Plan(Pipeline):
             "interleave",
             "placement",
             "gather_loss",
+            "local_steps",
+            "local_groups",
             "updates",
             "tier",
         )

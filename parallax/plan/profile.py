@@ -203,6 +203,14 @@ class Utilization:
         return self.flops_per_row * rows_per_second / (ranks * self.peak_flops)
 
 
+def summing(replicas: int, local_steps: int, local_groups: int) -> int:
+    """Return how many of ``replicas`` replicas sum their gradients in every step: all of them or, with local steps,
+    those of one of ``local_groups`` groups. With 0 groups each replica steps alone."""
+    if not local_steps:
+        return replicas
+    return replicas // local_groups if local_groups else 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
     """The blocks of a model in order, the parameters they share, and the device and precision of the costs.
@@ -220,6 +228,10 @@ class ModelProfile:
     ``master_bytes``       bytes of full-precision copies per byte of trained parameters; 0.0 if the parameters
                            themselves are in full precision
     ``divides``            whether the optimizer may step a part of a parameter
+    ``local_steps``        the steps that each replica takes by itself between two exchanges of weights; 0 if replicas
+                           sum their gradients in every step
+    ``local_groups``       groups of replicas that step alone; 0 if each replica does
+    ``synced_bytes``       bytes of such an exchange per byte of trained parameters
     ``gathered_rows``      number of rows over which one loss is computed per step; 0 if each micro-batch has its own
                            loss
     ``freeing_slowdown``   factor by which computing slows down if the allocator returns freed memory to the system at
@@ -243,6 +255,9 @@ class ModelProfile:
     divides: bool = True
     gradient_bytes: float = 1.0
     master_bytes: float = 0.0
+    local_steps: int = 0
+    local_groups: int = 0
+    synced_bytes: float = 1.0
     gathered_rows: int = 0
     freeing_slowdown: float = 1.0
     peak_flops: float = 0.0
@@ -276,7 +291,14 @@ class ModelProfile:
             "freeing_slowdown",
             "peak_flops",
         )
-        for name in (*ratios, "gathered_rows", "disturbance"):
+        for name in (
+            *ratios,
+            "local_steps",
+            "local_groups",
+            "synced_bytes",
+            "gathered_rows",
+            "disturbance",
+        ):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise PlanError(
                     f"profile of {self.model}: {name}={getattr(self, name)} must be finite and ≥ 0"
@@ -331,6 +353,11 @@ class ModelProfile:
     def shared(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Return all parameters that cannot be offloaded, trained and frozen, in the format of :attr:`ties`."""
         return (*self.ties, *self.frozen_ties)
+
+    def summing(self, replicas: int) -> int:
+        """Return how many of ``replicas`` replicas sum their gradients in every step, and can share optimizer
+        states."""
+        return summing(replicas, self.local_steps, self.local_groups)
 
     def unique_parameter_bytes(self, blocks: Sequence[int]) -> int:
         """Return the parameter bytes of a stage of ``blocks``. A parameter that several of them share counts once."""

@@ -16,6 +16,43 @@ from collections import Counter
 from collections.abc import Sequence
 
 from parallax.plan.cluster import Cluster, Link
+from parallax.plan.profile import ModelProfile
+
+
+def exchange_seconds(
+    profile: ModelProfile, trained_bytes: float, ranks: Sequence[int], cluster: Cluster
+) -> float:
+    """Return the seconds per step in which the replicas on ``ranks`` exchange what they have learned of
+    ``trained_bytes`` of parameters."""
+    summed = max(
+        all_reduce_seconds(trained_bytes * profile.gradient_bytes, group, cluster)
+        for group in groups_of(profile, ranks)
+    )
+    return summed + sum(averaging_parts(profile, trained_bytes, ranks, cluster))
+
+
+def groups_of(profile: ModelProfile, ranks: Sequence[int]) -> list[Sequence[int]]:
+    """Return the groups of the replicas on ``ranks`` that sum their gradients in every step."""
+    size = profile.summing(len(ranks))
+    return [ranks[first : first + size] for first in range(0, len(ranks), size)]
+
+
+def averaging_parts(
+    profile: ModelProfile, trained_bytes: float, ranks: Sequence[int], cluster: Cluster
+) -> tuple[float, float]:
+    """Return the part of one step in the seconds that the average of weights at the end of a round takes inside the
+    nodes, and between the nodes.
+
+    Each replica of a group averages a part of the weights with its counterparts in the other groups, which is an
+    all-reduce over one replica of each group, and gives it to its own group.
+    """
+    if not profile.local_steps:
+        return 0.0, 0.0
+    size, first = trained_bytes * profile.synced_bytes, groups_of(profile, ranks)
+    inside, across = all_reduce_parts(size, [group[0] for group in first], cluster)
+    link = link_among(first[0], cluster)
+    inside += _half_ring(size, len(first[0]), link)
+    return inside / profile.local_steps, across / profile.local_steps
 
 
 def all_reduce_seconds(count: float, ranks: Sequence[int], cluster: Cluster) -> float:

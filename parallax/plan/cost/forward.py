@@ -111,6 +111,8 @@ def forward_plan(profile: ModelProfile, cluster: Cluster, plan: Plan) -> Plan:
         task=PlanTask.INFERENCE,
         stages=stages,
         gather_loss=False,
+        local_steps=0,
+        local_groups=0,
         updates=Updates.SYNCHRONOUS,
         alternatives=(),
     )

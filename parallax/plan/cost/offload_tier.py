@@ -35,7 +35,9 @@ def with_offload_bytes(
         sizes = Sizes.of(profile, stage.start, stage.stop)
         states = _state_bytes(profile, sizes, stage, shares[index % pipeline_ranks], forced[index])
         streamed = _streamed_bytes(profile, sizes, stage.parameter_offload)
-        if streamed and stage.replicas > 1:  # new sums are written before old ones are freed
+        if (
+            streamed and profile.summing(stage.replicas) > 1
+        ):  # new sums are written before old ones are freed
             streamed += 2 * stage.bucket_bytes
         found.append(replace(stage, state_bytes=states, streamed_bytes=streamed))
     return tuple(found)
@@ -55,7 +57,8 @@ def _state_bytes(
     whole, largest = math.ceil(sizes.trained * per_byte), sizes.parameter * per_byte
     lower = min(whole, math.floor(whole * share + largest)) if share else 0
     streamed = sizes.offloaded(stage.parameter_offload)
-    mine = lower if streamed else shard_bytes(lower, largest, stage.replicas)
+    sharers = profile.summing(stage.replicas)
+    mine = lower if streamed else shard_bytes(lower, largest, sharers)
     more = math.ceil(forced * per_byte)
     return min(whole, mine + more) - math.floor(
         sizes.least_trained(streamed) * profile.master_bytes

@@ -174,15 +174,15 @@ def load_states(
     optimizer states are stepped in the tier: gradients are written there, and parameters are read back. If the tier
     cannot step, the states of three buckets at a time are fetched instead. Offloaded parameters are fetched for each
     pass, two blocks at a time, and their gradients are added to those in the tier. Replicas together hold one copy of
-    offloaded states, unless the parameters are offloaded too, and one copy of resident states if these are sharded. The
-    fractions ``offload`` do not determine which trained parameters are offloaded, so the maximum is counted on the
-    device and in the tier.
+    offloaded states, unless the parameters are offloaded too or replicas take local steps, and one copy of resident
+    states if these are sharded. The fractions ``offload`` do not determine which trained parameters are offloaded, so
+    the maximum is counted on the device and in the tier.
     """
     per_byte = profile.optimizer_bytes + profile.master_bytes
     states = math.ceil(sizes.trained * per_byte)
     lower = math.floor(states * offload.optimizer)
-    sharing = replicas if offload.sharded else 1
-    upper = shard_bytes(states - lower, sizes.parameter * per_byte, sharing)
+    together, largest = profile.summing(replicas), sizes.parameter * per_byte
+    upper = shard_bytes(states - lower, largest, together if offload.sharded else 1)
     optimizer = math.ceil(upper * _share(profile.optimizer_bytes, profile.master_bytes))
     streamed, gone, surely_gone = _offloaded_bytes(profile, sizes, offload)
     visiting, window = _fetched_bytes(profile, sizes, streamed, gone, visits)
@@ -193,9 +193,9 @@ def load_states(
     # Offloaded parameters are copied both ways in any case.
     moving = max(0.0, stepped - sizes.least_trained(streamed))
     passing = math.ceil(_host_staging_bytes(profile, sizes, moving)) if steps else 0
-    bucket = device.bucket_bytes if replicas > 1 else 0
+    bucket = device.bucket_bytes if together > 1 else 0
     passing += _rewriting_bytes(profile, sizes, streamed, visiting, bucket)
-    mine = lower if streamed else shard_bytes(lower, sizes.parameter * per_byte, replicas)
+    mine = lower if streamed else shard_bytes(lower, largest, together)
     pages = (mine + streamed + gone) // 128  # every allocation in a store starts at a page
     here = (sizes.trained - stepped) * _step_share(profile, upper / max(1, states - lower))
     streaming = device.read.seconds((1 + visits.backward) * streamed) + device.write.seconds(gone)
@@ -209,7 +209,7 @@ def load_states(
         most_staging_bytes=window + fetched,
         summing_bytes=_summing_bytes(profile, sizes, gone, bucket, split=split),
         most_summing_bytes=math.inf if split else 2 * bucket,
-        communicator_bytes=(1 + (gone > 0)) * device.collective_bytes if replicas > 1 else 0,
+        communicator_bytes=_groups(replicas, together, gone) * device.collective_bytes,
         host_bytes=mine + rounding + streamed + gone + pages + passing,
         read_bytes=math.ceil(streamed / visits.micro_batches),
         written_bytes=math.ceil(gone / visits.micro_batches),
@@ -218,6 +218,16 @@ def load_states(
         update_seconds=_update_seconds(profile, device, here, stepped, moving),
         ahead_seconds=_ahead_seconds(profile, device, stepped, stepped - moving),
     )
+
+
+def _groups(replicas: int, together: int, gone: int) -> int:
+    """Return the number of process groups in which a replica exchanges gradients and weights with others.
+
+    ``together`` of ``replicas`` replicas sum gradients, of which ``gone`` bytes are offloaded.
+    """
+    if replicas == 1:
+        return 0
+    return 1 + (gone > 0 and together > 1) + (1 < together < replicas)
 
 
 def _state_bucket_bytes(profile: ModelProfile, sizes: Sizes) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from parallax.plan.cluster import Device
-from parallax.plan.cost.collective import all_reduce_seconds
+from parallax.plan.cost.collective import exchange_seconds
 from parallax.plan.plan import Directive
 from parallax.plan.search.exact_stage import ExactStageFitter, StageChoice
 from parallax.plan.search.request import WORST, Candidate, Request, Score, Shape
@@ -207,8 +207,8 @@ class ExactSearch:
         )
 
     def _find_reduce(self, trained_bytes: int, first: int, stop: int) -> float:
-        gradients = trained_bytes * self.request.profile.gradient_bytes
-        return all_reduce_seconds(gradients, self.request.order[first:stop], self.request.cluster)
+        ranks = self.request.order[first:stop]
+        return exchange_seconds(self.request.profile, trained_bytes, ranks, self.request.cluster)
 
     def _fitter(self, shape: Shape, first: int, stop: int, plain: bool) -> ExactStageFitter:
         """Return the fitter for stages on the devices ``first`` to ``stop`` − 1.

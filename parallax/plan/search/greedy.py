@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from parallax.plan.cluster import Device
 from parallax.plan.config import AUTO
-from parallax.plan.cost.collective import all_reduce_seconds
+from parallax.plan.cost.collective import exchange_seconds
 from parallax.plan.cost.stage import passing_bytes, rank_gaps, rank_memory
 from parallax.plan.cost.states import OffloadFractions, Sizes, StateLoad
 from parallax.plan.plan import Directive, StagePlan
@@ -126,6 +126,7 @@ class GreedySearch:
         falls."""
         if (
             self.request.config.replicas != AUTO
+            or self.request.even
             or candidate.shape.interleave > 1
             or candidate.shape.pipeline_ranks == 1
         ):
@@ -463,12 +464,11 @@ class GreedySearch:
             for stage, choice in zip(shape.stages_of(pipeline_rank), choices):
                 stages[stage] = choice.plan
             seconds = sum(choice.seconds for choice in choices)
-            gradients = (
-                sum(choice.trained_bytes for choice in choices)
-                * self.request.profile.gradient_bytes
-            )
-            reduce = all_reduce_seconds(
-                gradients, self.request.order[first:stop], self.request.cluster
+            reduce = exchange_seconds(
+                self.request.profile,
+                sum(choice.trained_bytes for choice in choices),
+                self.request.order[first:stop],
+                self.request.cluster,
             )
             slowest, total = max(slowest, seconds), total + seconds
             tail = max(tail, sum(choice.tail_seconds for choice in choices) + reduce)

@@ -246,11 +246,18 @@ class Request:
         """The fractions to try if no state is offloaded.
 
         Depending on ``plan.shard``, they shard optimizer states over the replicas, do not shard them, or both are
-        tried.
+        tried. Replicas that step alone share none.
         """
+        if self.even and not self.profile.local_groups:
+            return (ALL_ON_DEVICE,)
         return {"none": (ALL_ON_DEVICE,), "optimizer": (SHARDED,)}.get(
             self.config.shard, (ALL_ON_DEVICE, SHARDED)
         )
+
+    @property
+    def even(self) -> bool:
+        """Whether every stage must have equally many replicas: replicas that take local steps are whole pipelines."""
+        return self.profile.local_steps > 0
 
     def visits(self, shape: Shape) -> Visits:
         """Return how often each block of ``shape`` is visited in a step.
@@ -526,7 +533,10 @@ class Request:
         replicas, devices = self.config.replicas, len(self.devices)
         if isinstance(replicas, list | tuple):
             return len(replicas) == pipeline_ranks and sum(replicas) == devices
-        return replicas == AUTO or int(replicas) * pipeline_ranks == devices
+        groups = self.profile.local_groups or 1
+        if replicas == AUTO:
+            return not self.even or devices % (pipeline_ranks * groups) == 0
+        return int(replicas) * pipeline_ranks == devices and int(replicas) % groups == 0
 
     def replica_choices(self, shape: Shape, pipeline_rank: int, left: int) -> Sequence[int]:
         """Return the replica counts to try for a pipeline rank if ``left`` devices are not assigned yet.
@@ -538,6 +548,9 @@ class Request:
             return [replicas[pipeline_rank]]
         if replicas != AUTO:
             return [int(replicas)]
+        if self.even:
+            even = len(self.devices) // shape.pipeline_ranks
+            return [even] if self.has_rows(shape, even) else []
         return [
             r
             for r in ([left] if pipeline_rank == 0 else range(1, left - pipeline_rank + 1))

@@ -416,6 +416,14 @@ def _mean_terms(forecast: Forecast) -> dict[str, float]:
     return terms
 
 
+def _exchanged_bytes(profile: ModelProfile, pipeline: Pipeline) -> float:
+    if not profile.local_steps:
+        return 0.0
+    stages = (range(stage.start, stage.stop) for stage in pipeline.stages)
+    trained = sum(profile.unique_trained_bytes(blocks) for blocks in stages)
+    return trained * profile.synced_bytes / profile.local_steps
+
+
 def _plan(
     request: Request,
     pipeline: Pipeline,
@@ -446,5 +454,8 @@ def _plan(
         placement=() if in_order else pipeline.placement,
         task=request.task,
         gather_loss=request.gather_loss,
+        local_steps=profile.local_steps,
+        local_groups=profile.local_groups,
+        exchanged_bytes=_exchanged_bytes(profile, pipeline),
         alternatives=tuple(others),
     )

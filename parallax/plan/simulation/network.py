@@ -12,7 +12,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from parallax.plan.cluster import Cluster
-from parallax.plan.cost.collective import all_reduce_parts, broadcast_seconds, link_among
+from parallax.plan.cost.collective import (
+    all_reduce_parts,
+    averaging_parts,
+    broadcast_seconds,
+    link_among,
+)
+from parallax.plan.profile import ModelProfile
 from parallax.plan.simulation.fluid import Resource, Routine, Signal, Simulator, Transfer
 
 
@@ -134,6 +140,11 @@ class Network:
     def all_reduce(self, ranks: Sequence[int], count: float) -> Routine:
         """Simulate an all-reduce of ``count`` bytes over ``ranks``: rings inside the nodes, then between them."""
         yield from self._together(ranks, *all_reduce_parts(count, ranks, self._cluster))
+
+    def average(self, profile: ModelProfile, ranks: Sequence[int], trained_bytes: int) -> Routine:
+        """Simulate the part of one step in the exchange of weights at the end of a round of local steps."""
+        parts = averaging_parts(profile, trained_bytes, ranks, self._cluster)
+        yield from self._together(ranks, *parts)
 
     def broadcast(self, ranks: Sequence[int], count: float) -> Routine:
         """Simulate broadcasts in which each of ``ranks`` sends its shard to the others. The shards together have

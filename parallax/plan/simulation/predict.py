@@ -17,7 +17,13 @@ from parallax.common.events import Span
 from parallax.common.units import format_bytes
 from parallax.errors import InfeasiblePlan
 from parallax.plan.cluster import Cluster, Device, Link
-from parallax.plan.cost.collective import all_reduce_seconds, broadcast_seconds, link_among
+from parallax.plan.cost.collective import (
+    all_reduce_seconds,
+    averaging_parts,
+    broadcast_seconds,
+    groups_of,
+    link_among,
+)
 from parallax.plan.cost.communicators import beside
 from parallax.plan.cost.forward import forward_memory, task_costs
 from parallax.plan.cost.passes import Passes
@@ -214,7 +220,9 @@ def _finish(
         + ties.get(p, 0.0)
         for p in pipeline_ranks
     ]
-    updates = [_update_seconds(cluster, pipeline, p, mine[p], hidden) for p in pipeline_ranks]
+    updates = [
+        _update_seconds(profile, cluster, pipeline, p, mine[p], hidden) for p in pipeline_ranks
+    ]
     reduced = max(float(end) + reduce for end, reduce in zip(timeline.end, exposed))
     # No rank updates before all have reduced, and have agreed on the gradient's norm.
     agreed = reduced + cluster.agreement_seconds(pipeline.world_size)
@@ -388,28 +396,34 @@ def _exposed_reduction(
     """
     gradients = sum(load.trained_bytes for load in loads) * profile.gradient_bytes
     hidden = sum(block.backward_seconds for block in loads[0].blocks)
-    return max(0.0, all_reduce_seconds(gradients, ranks, cluster) - hidden)
+    groups = groups_of(profile, ranks)
+    seconds = max(all_reduce_seconds(gradients, group, cluster) for group in groups)
+    return max(0.0, seconds - hidden)
 
 
 def _update_seconds(
+    profile: ModelProfile,
     cluster: Cluster,
     pipeline: Pipeline,
     pipeline_rank: int,
     loads: Mapping[int, StageLoad],
     hidden: bool,
 ) -> float:
-    """Return the seconds of the optimizer's step, including the broadcast of new parameters if states are sharded.
+    """Return the seconds of the optimizer's step, including the broadcast of new parameters if states are sharded, and
+    with local steps the part of one step in the exchange of weights.
 
     ``loads`` has the cost of each stage of the pipeline rank. With ``hidden``, the time that the next forward waits for
     transfers of offloaded states is left out.
     """
     ranks = pipeline.ranks(pipeline_rank)
-    link = link_among(ranks, cluster)
+    first = groups_of(profile, ranks)[0]
     seconds = 0.0 if hidden else StageLoad.waiting_seconds(loads.values())
     for stage, load in loads.items():
         seconds += load.states.update_seconds
         if pipeline.stages[stage].shard_optimizer:
-            seconds += broadcast_seconds(load.trained_bytes, len(ranks), link)
+            link = link_among(first, cluster)
+            seconds += broadcast_seconds(load.trained_bytes, len(first), link)
+        seconds += sum(averaging_parts(profile, load.trained_bytes, ranks, cluster))
     return seconds
 
 
@@ -434,7 +448,8 @@ def _tie_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) ->
             }
         )
         if len(holders) > 1:
-            ranks = [rank for holder in holders for rank in pipeline.ranks(holder)]
+            held = [groups_of(profile, pipeline.ranks(holder))[0] for holder in holders]
+            ranks = [rank for each in held for rank in each]
             seconds = all_reduce_seconds(size * profile.gradient_bytes, ranks, cluster)
             found |= {holder: found.get(holder, 0.0) + seconds for holder in holders}
     return found

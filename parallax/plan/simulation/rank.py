@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 from parallax.common.events import Span
 from parallax.errors import DeadlockError
 from parallax.plan.cluster import Cluster
+from parallax.plan.cost.collective import groups_of
 from parallax.plan.cost.communicators import beside
 from parallax.plan.cost.forward import forward_memory
 from parallax.plan.cost.passes import Passes
@@ -95,6 +96,7 @@ class Rank:
         self._last = {(each.step, each.stage): each for each in listed if each.kind is final}
         self._last_forward = {each.step: each for each in listed if each.kind is Kind.FORWARD}
         replicas = self._pipeline.stages[pipeline_rank].replicas
+        self._group = replica // world.profile.summing(replicas)
         self._rows = [
             stop - start
             for start, stop in (replica_rows(rows, replicas, replica) for rows in world.rows)
@@ -331,7 +333,7 @@ class Rank:
 
     def _begin_reduce(self, action: Action) -> None:
         """Start the all-reduce of a stage's gradients while the stage's last backward runs."""
-        stage, ranks = action.stage, self._pipeline.ranks(action.stage)
+        stage, ranks = action.stage, self._summing(action.stage)
         if len(ranks) > 1:
             size = (
                 self._passes(stage, self._rows[0]).load.trained_bytes
@@ -340,8 +342,12 @@ class Rank:
             network = self._world.network
             reduction = partial(network.all_reduce, ranks, size)
             self._reduced.append(
-                network.meet(f"reduce {stage} {action.step}", len(ranks), reduction)
+                network.meet(f"reduce {stage} {self._group} {action.step}", len(ranks), reduction)
             )
+
+    def _summing(self, stage: int) -> Sequence[int]:
+        """Return the ranks of ``stage`` in this replica's group, which sums its gradients in every step."""
+        return groups_of(self._world.profile, self._pipeline.ranks(stage))[self._group]
 
     def _reduce(self, action: Action) -> Routine:
         reduced, self._reduced = self._reduced, []
@@ -350,13 +356,10 @@ class Rank:
         for index, (size, users) in enumerate(profile.ties):
             pipeline_ranks = self._world.holders(users)
             if self._pipeline_rank in pipeline_ranks and len(pipeline_ranks) > 1:
-                ranks = [
-                    rank
-                    for pipeline_rank in pipeline_ranks
-                    for rank in self._pipeline.ranks(pipeline_rank)
-                ]
+                ranks = [rank for each in pipeline_ranks for rank in self._summing(each)]
                 reduction = partial(network.all_reduce, ranks, size * profile.gradient_bytes)
-                yield network.meet(f"tie {index} {action.step}", len(ranks), reduction)
+                gate = f"tie {index} {self._group} {action.step}"
+                yield network.meet(gate, len(ranks), reduction)
 
     def _update_ahead(self) -> Routine:
         """Transfer offloaded states stage by stage while the forward runs.
@@ -383,8 +386,12 @@ class Rank:
         states = [load.states for load in loads.values()]
         yield self._core.compute(sum(each.update_seconds for each in states))
         for stage, load in loads.items():
-            ranks = self._pipeline.ranks(stage)
-            if self._pipeline.stages[stage].shard_optimizer and len(ranks) > 1:
-                spreading = partial(network.broadcast, ranks, load.trained_bytes)
-                yield network.meet(f"spread {stage} {action.step}", len(ranks), spreading)
+            ranks, mine = self._pipeline.ranks(stage), self._summing(stage)
+            if self._pipeline.stages[stage].shard_optimizer and len(mine) > 1:
+                spreading = partial(network.broadcast, mine, load.trained_bytes)
+                gate = f"spread {stage} {self._group} {action.step}"
+                yield network.meet(gate, len(mine), spreading)
+            if self._world.profile.local_steps and len(ranks) > 1:
+                averaging = partial(network.average, self._world.profile, ranks, load.trained_bytes)
+                yield network.meet(f"round {stage} {action.step}", len(ranks), averaging)
         self._seconds["update"] += network.simulator.now - start
