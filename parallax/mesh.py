@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,15 +37,24 @@ class Route:
 class Mesh:
     """This rank's coordinate in the plan, and its process groups. A group that the plan does not need is None.
 
-    Four groups contain the replicas of this rank's stage:
+    Two groups contain the replicas of this rank's stage:
 
-    ``replicas``    reduces gradients, in the order in which they are completed
+    ``replicas``    averages the running statistics of BatchNorms
+    ``statistics``  serves BatchNorm, loss and metrics, whose collectives run in block order, beside ``summed``
+
+    Three groups contain those replicas that sum gradients in every step: all of them, unless they take local steps.
+
+    ``summed``      reduces gradients, in the order in which they are completed
     ``updates``     uses gloo to broadcast weights whose optimizer states are offloaded, beside other collectives
-    ``statistics``  serves BatchNorm, loss and metrics, whose collectives run in block order, beside ``replicas``
     ``streamed``    reduces the gradients of offloaded parameters
 
-    ``shared`` maps the name of each parameter that several stages hold to the group of all ranks that hold it.
-    ``nodes`` are the nodes of all ranks.
+    Two groups contain one replica of each such group, the counterparts of this one:
+
+    ``outer``       averages weights after local steps
+    ``outer_host``  uses gloo, for weights whose optimizer states are offloaded
+
+    ``shared`` maps the name of each parameter that several stages hold to the group of the ranks that hold it and sum
+    its gradients in every step. ``nodes`` are the nodes of all ranks.
 
     ``forth`` and ``back`` are two gloo groups of all ranks, for activations and for gradients. Tags distinguish the
     messages of different edges. Two ranks on different GPUs use the NCCL groups in ``routes`` instead. There is one
@@ -63,13 +72,16 @@ class Mesh:
     device: torch.device
     world: dist.ProcessGroup | None
     replicas: dist.ProcessGroup | None
-    updates: dist.ProcessGroup | None
     shared: dict[str, dist.ProcessGroup]
     forth: dist.ProcessGroup | None
     back: dist.ProcessGroup | None
     routes: dict[Route, dist.ProcessGroup]
     statistics: dist.ProcessGroup | None = None
+    summed: dist.ProcessGroup | None = None
+    updates: dist.ProcessGroup | None = None
     streamed: dist.ProcessGroup | None = None
+    outer: dist.ProcessGroup | None = None
+    outer_host: dist.ProcessGroup | None = None
     nodes: Nodes = ALONE
 
     @classmethod
@@ -87,15 +99,14 @@ class Mesh:
         device = computing_on(device)
         rank = dist.get_rank() if dist.is_initialized() else 0
         coordinate = plan.coordinate(rank)
-        pipeline_rank = coordinate.pipeline_rank
         devices = RankDevices.gather(device, size)
-        own, updates, statistics, streamed = _replica_groups(plan, pipeline_rank, devices)
+        groups = _ReplicaGroups.create(plan, rank, devices)
         ties: dict[str, dist.ProcessGroup] = {}
         for name, holders in shared.items():
-            ranks = [rank for holder in holders for rank in plan.ranks(holder)]
-            group = _group(ranks, devices.reducing(ranks))
-            if pipeline_rank in holders:
-                ties[name] = group
+            for ranks in _holders(plan, holders):
+                group = _group(ranks, devices.reducing(ranks))
+                if rank in ranks:
+                    ties[name] = group
         world = dist.group.WORLD if dist.is_initialized() else None
         back = _group(list(range(size)), "gloo") if dist.is_initialized() else None
         routes = {
@@ -110,15 +121,12 @@ class Mesh:
             coordinate,
             device,
             world,
-            own,
-            updates,
-            ties,
-            world,
-            back,
-            routes,
-            statistics,
-            streamed,
+            shared=ties,
+            forth=world,
+            back=back,
+            routes=routes,
             nodes=Nodes.gather(),
+            **groups._asdict(),
         )
 
     def direct(self, route: Route) -> bool:
@@ -146,9 +154,12 @@ class Mesh:
         """Destroy the plan's process groups; torch's default group remains."""
         made = [
             self.replicas,
-            self.updates,
             self.statistics,
+            self.summed if self.summed is not self.replicas else None,
+            self.updates,
             self.streamed,
+            self.outer,
+            self.outer_host,
             self.back,
             *self.shared.values(),
             *self.routes.values(),
@@ -174,6 +185,21 @@ class Mesh:
     def is_last(self) -> bool:
         """Whether this rank holds the last stage."""
         return self.pipeline_rank == self.plan.pipeline_rank(len(self.plan.stages) - 1)
+
+    @property
+    def summing(self) -> int:
+        """Return how many replicas of this rank's stage sum their gradients in every step."""
+        return self.plan.summing(self.pipeline_rank)
+
+    @property
+    def group(self) -> int:
+        """Return the index of this replica's group, whose replicas sum their gradients in every step."""
+        return self.replica // self.summing
+
+    @property
+    def member(self) -> int:
+        """Return the index of this replica within its group."""
+        return self.replica % self.summing
 
     @property
     def replica_count(self) -> int:
@@ -208,24 +234,59 @@ class Mesh:
         return all_gather_object(value, self.world)
 
 
-def _replica_groups(
-    plan: Plan, pipeline_rank: int, devices: RankDevices
-) -> tuple[dist.ProcessGroup | None, ...]:
-    """Return four process groups of the replicas of ``pipeline_rank``: for gradients, for offloaded optimizer states,
-    for statistics, and for gradients of offloaded parameters. A group that the plan does not need is None. ``devices``
-    selects the backends. Every rank creates the groups of all pipeline ranks, because torch requires it."""
-    made: list[tuple[dist.ProcessGroup | None, ...]] = []
-    for index, planned in enumerate(plan.stages[: plan.pipeline_ranks]):
-        ranks = list(plan.ranks(index))
-        several, offloads_states = len(ranks) > 1, planned.optimizer_offload > 0
-        backend = devices.reducing(ranks) if several else ""
-        own = _group(ranks, backend) if several else None
-        updates = _group(ranks, "gloo") if several and offloads_states else None
-        statistics = _group(ranks, backend) if several else None
-        offloads_parameters = several and planned.parameter_offload > 0
-        sums = _group(ranks, backend) if offloads_parameters else None
-        made.append((own, updates, statistics, sums))
-    return made[pipeline_rank]
+def _holders(plan: Plan, holders: Sequence[int]) -> list[list[int]]:
+    """Return lists of ranks, each of which sums the gradients of a parameter of the pipeline ranks ``holders``."""
+    held = [_divided(plan, holder) for holder in holders]
+    return [[rank for each in groups for rank in each] for groups in zip(*held)]
+
+
+def _divided(plan: Plan, pipeline_rank: int) -> list[list[int]]:
+    """Return the ranks of a pipeline rank, in lists of those that sum their gradients in every step."""
+    ranks, size = plan.ranks(pipeline_rank), plan.summing(pipeline_rank)
+    return [list(ranks[first : first + size]) for first in range(0, len(ranks), size)]
+
+
+class _ReplicaGroups(NamedTuple):
+    """The process groups of a rank with replicas of its stage: those of :class:`Mesh` of the same names."""
+
+    replicas: dist.ProcessGroup | None = None
+    statistics: dist.ProcessGroup | None = None
+    summed: dist.ProcessGroup | None = None
+    updates: dist.ProcessGroup | None = None
+    streamed: dist.ProcessGroup | None = None
+    outer: dist.ProcessGroup | None = None
+    outer_host: dist.ProcessGroup | None = None
+
+    @classmethod
+    def create(cls, plan: Plan, rank: int, devices: RankDevices) -> _ReplicaGroups:
+        """Return the groups of ``rank``. ``devices`` selects the backends. Every rank creates the groups of all
+        pipeline ranks, because torch requires it."""
+        mine: dict[str, dist.ProcessGroup] = {}
+
+        def group(name: str, ranks: list[int], backend: str) -> None:
+            if len(ranks) > 1:
+                made = _group(ranks, backend or devices.reducing(ranks))
+                if rank in ranks:
+                    mine[name] = made
+
+        for index, planned in enumerate(plan.stages[: plan.pipeline_ranks]):
+            ranks, divided = list(plan.ranks(index)), _divided(plan, index)
+            group("replicas", ranks, "")
+            group("statistics", ranks, "")
+            several = len(divided) > 1
+            for each in divided:
+                if several:
+                    group("summed", each, "")
+                if planned.optimizer_offload > 0:
+                    group("updates", each, "gloo")
+                if planned.parameter_offload > 0:
+                    group("streamed", each, "")
+            for counterparts in zip(*divided) if several else ():
+                group("outer", list(counterparts), "")
+                group("outer_host", list(counterparts), "gloo")
+        if "outer" not in mine and "replicas" in mine:  # all replicas sum their gradients
+            mine["summed"] = mine["replicas"]
+        return cls(**mine)
 
 
 @dataclass(frozen=True, slots=True)

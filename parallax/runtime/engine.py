@@ -51,6 +51,7 @@ from parallax.runtime.optim.schedules.constant import ConstantSchedule
 from parallax.runtime.plan_check import accepted, check_updates, shared_between_ranks
 from parallax.runtime.replicas.config import ReplicasConfig
 from parallax.runtime.replicas.replicate import sync_for
+from parallax.runtime.replicas.rounds import ReplicaMean, Rounds
 from parallax.runtime.saving import Saving
 from parallax.runtime.update import Update, agreed_sum, open_optimizer
 from parallax.swap.activations.manager import SwapManager
@@ -77,8 +78,14 @@ class Engine:
         self._exchanged = False
         averages = configs.ema.averages
         builder = OptimizerBuilder.of(
-            configs.optimizer, chain.model, averages=averages, delays=plan.updates.delays
+            configs.optimizer,
+            chain.model,
+            averages=averages,
+            outer=configs.replicas.outer,
+            delays=plan.updates.delays,
         )
+        self._mean = ReplicaMean(mesh, configs.replicas.outer_compress)
+        builder.means = self._mean.means if mesh.outer is not None else None
         divides = builder.nature.divides
         built = build_stage(chain, mesh, configs.stage, norms, trains=True, divides=divides)
         self._stage, self._tiers, copies = built.stage, built.tiers, built.copies
@@ -95,6 +102,7 @@ class Engine:
         self._scale = LossScale(configs.stage.precision, configs.nonfinite_skips)
         kept = self._stage, self._optimizer, self._scale, self._averages
         self.saving = Saving(chain, plan, mesh, *kept, later, copies)
+        self._rounds = Rounds(configs.replicas.local_steps, self._optimizer.end_round, norms)
         self._evaluation = Evaluation(loss, chain, configs.stage.precision, self.metrics)
         self._update = self._open_update(configs, builder, later)
         self._buffers = KeptBuffers(self._stage.modules())
@@ -120,6 +128,7 @@ class Engine:
             losses=self._evaluation.parts,
             read=self.metrics.copy_states,
             dtype=self._chain.dtype,
+            rounds=self._rounds,
         )
 
     def _stalls(self) -> Callable[[], float]:
@@ -187,17 +196,20 @@ class Engine:
             )
         plan = accepted(plan, chain)
         check_updates(plan, updates)
-        if replicas is not None:
-            replicas.check(plan, drops=nonfinite_skips > 0)
+        replicas, ema = replicas or ReplicasConfig(), ema or EmaOff()
+        replicas.check(plan, drops=nonfinite_skips > 0)
+        replicas.check_beside(
+            gather_loss=plan.gather_loss, averages=ema.averages, delays=plan.updates.delays
+        )
         mesh = Mesh.create(plan, device or torch.device("cpu"), shared_between_ranks(chain, plan))
         configs = EngineConfigs(
             StageConfigs.given(precision, swap, scratch, compile=compile),
             AdamWConfig() if optimizer is None else as_config(optimizer),
             partial((schedule or ConstantSchedule()).factor, steps=steps),
-            replicas or ReplicasConfig(),
+            replicas,
             nonfinite_skips,
             metrics or MetricsConfig(),
-            ema or EmaOff(),
+            ema,
         )
         return cls(chain, plan, mesh, loss, configs)
 
@@ -252,6 +264,28 @@ class Engine:
     def all_reduces(self) -> int:
         """Number of all-reduces of replicated gradients since the engine was built."""
         return self._sync.all_reduces
+
+    @property
+    def local_steps(self) -> int:
+        """The local steps of a round; 0 if replicas sum their gradients in every step."""
+        return self._rounds.local_steps
+
+    @property
+    def synced_bytes(self) -> int:
+        """Bytes of weights that this rank has contributed to the means of its replicas since the engine was built."""
+        return self._mean.sent_bytes
+
+    def end_round(self) -> None:
+        """End the round of local steps before its last step, so that all replicas have the same weights. A no-op if
+        they have. All ranks call this method."""
+        self._rounds.end()
+
+    def _check_round(self, doing: str) -> None:
+        if self._rounds.steps:
+            raise ParallaxError(
+                f"{doing} within a round of local steps, in which replicas have different weights: do it after every "
+                f"{self.local_steps} steps, or call engine.end_round() first"
+            )
 
     def step(self, batch: Rows) -> StepResult:
         """Run one optimizer update over a global batch. The batch may have any number of rows, but the same number on
@@ -328,6 +362,7 @@ class Engine:
 
         The weight is the number of rows. If the loss ignores some targets, it is the number of targets that count.
         """
+        self._check_round("evaluating")
         with self.newest():
             return self._evaluator.evaluate(batch, self._step)
 
@@ -386,6 +421,7 @@ class Engine:
     def predict(self, batch: Rows) -> list[tuple[int, Any]]:
         """Return the model's outputs for a batch, without reading its targets. A rank of the last stage returns a list
         of (index of the first row, outputs), one entry for each micro-batch; other ranks return an empty list."""
+        self._check_round("predicting")
         with self.newest():
             return self._forward.predict(batch, self._step)
 
@@ -407,6 +443,7 @@ class Engine:
         If one rank cannot write, all ranks raise, and earlier checkpoints stay unchanged.
         """
         self._check_trained()
+        self._check_round("saving")
         return self.saving.save(directory, self._step, {"state": state}, retention)
 
     def load(self, directory: Path) -> dict[str, Any]:

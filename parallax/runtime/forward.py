@@ -112,7 +112,7 @@ def build_stage(
     """
     plan, precision = mesh.plan, configs.precision
     plans = {stage: plan.stages[stage] for stage in mesh.stages}
-    reduces = trains and mesh.replicas is not None and not plan.schedule.splits
+    reduces = trains and mesh.summed is not None and not plan.schedule.splits
     peak_bytes = device_memory(
         mesh.device, precision, plans.values() if trains else (), reduces=reduces
     )

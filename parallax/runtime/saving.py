@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -43,8 +43,11 @@ from parallax.runtime.weights import (
     open_checkpoint,
     saved_tensors,
 )
+from parallax.swap.optimizer.buckets import MASTER
+from parallax.swap.optimizer.outer import OUTER_STATES
 
 logger = logging.getLogger("parallax")
+_GROUP = "@group-"  # in the kind of a state of another group of replicas than the first, before its number
 _PADDING_BYTES = 256  # bytes of padding per parameter in a buffer
 _SHARE = 0.5  # share of the free memory for copies of saved tensors
 
@@ -259,7 +262,8 @@ class Saving:
         assign_weights(self._chain, self._stage, reader)
         with torch.no_grad():
             for name, tensor in saved_tensors(self._chain, self._stage).items():
-                self._optimizer.restore(tensor, held.states(name, tensor))
+                own = states_of_group(held.states(name, tensor), self._mesh.group)
+                self._optimizer.restore(tensor, own)
         self._optimizer.exchange_versions()
         self.pending.origin = reader.step
         reader.close()
@@ -301,7 +305,9 @@ class Saving:
         """Copy this rank's tensors into ``writer``. Return the checksums of the tensors that checkpoints leave out."""
         self._optimizer.finish()
         marks: dict[str, int] = {}
-        first = self._mesh.replica == 0
+        first, member, group = self._mesh.replica == 0, self._mesh.member, self._mesh.group
+        suffix = f"{_GROUP}{group}" if group else ""
+        equal = (MASTER, *OUTER_STATES) if group else ()
         for name, tensor, value in self._stage.values():
             if name in self._later:
                 continue
@@ -310,14 +316,28 @@ class Saving:
                 continue
             if first:
                 writer.add(f"model/{name}", value)
-            if first or self._optimizer.alone_knows(tensor):
+            if member == 0 or self._optimizer.alone_knows(tensor):
                 for key, state in self._optimizer.states(tensor).items():
-                    writer.add(f"{key}/{name}", state)
+                    if key not in equal:  # in all groups, at the end of a round of local steps
+                        writer.add(f"{key}{suffix}/{name}", state)
         return marks
 
     def _expected_bytes(self, tensors: Iterable[Tensor]) -> int:
         """Return the approximate bytes of the values and states of ``tensors``, with padding."""
         return sum(t.nbytes + self._optimizer.bytes_of_states(t) + _PADDING_BYTES for t in tensors)
+
+
+def states_of_group(states: Mapping[str, Tensor], group: int) -> dict[str, Tensor]:
+    """Return the optimizer states of one group of replicas from the ``states`` of a parameter in a checkpoint.
+
+    Groups that took local steps have saved states of their own. If there are now more of them, the new ones take the
+    states of the others in turn.
+    """
+    found: dict[int, dict[str, Tensor]] = {0: {}}
+    for key, state in states.items():
+        name, _, number = key.partition(_GROUP)
+        found.setdefault(int(number or 0), {})[name] = state
+    return {**found[0], **found[group % len(found)]}
 
 
 def snapshot_bytes(plan: Plan, mesh: Mesh) -> int:

@@ -23,6 +23,7 @@ from parallax.runtime.optim.optimizer import OpenExchange, StageOptimizer
 from parallax.runtime.optim.scaling import LossScale, gradient_norm, numbers
 from parallax.runtime.optim.tiers import Tiers
 from parallax.runtime.replicas.replicate import SharedStates
+from parallax.runtime.replicas.rounds import Rounds
 from parallax.runtime.stage import Stage
 
 
@@ -33,7 +34,8 @@ class Update:
     factor of all learning rates; ``rate`` is ``lr`` times this factor. ``groups`` are the parameter groups. ``later``
     holds the names of shared parameters that another rank includes in the gradient norm. ``losses()`` returns the
     losses that this rank has computed. ``read()`` is called before the host reads the loss from the device, so that
-    other numbers can be copied at the same time.
+    other numbers can be copied at the same time. ``rounds`` counts local steps: the gradients of each group of
+    replicas are then clipped by their own norm, and ``norm`` is the root of the mean square over the groups.
 
     After each :meth:`run`, ``loss``, ``norm``, ``verdict`` and ``rate`` describe the step, and are equal on all ranks.
     ``rows`` checks that the batches of all ranks have the same rows.
@@ -54,7 +56,11 @@ class Update:
         losses: Losses,
         read: Callable[[], None],
         dtype: torch.dtype,
+        rounds: Rounds,
     ) -> None:
+        self._rounds = rounds
+        # In local steps, the gradient of a group counts for all: the mean over the groups is the gradient of the batch.
+        self._groups_of_replicas = mesh.replica_count // mesh.summing
         self._mesh, self._stage, self._optimizer = mesh, stage, optimizer
         self._scale, self._factor, self._lr, self._groups = scale, factor, lr, groups
         self._averages, self._read = averages, read
@@ -80,21 +86,28 @@ class Update:
         The argument ``loss`` is this rank's part of the loss. Return the tensors whose gradients this rank includes in
         the norm, by name, and the row digests, summed over all ranks.
         """
-        tensors = self._stage.named_tensors() if self._mesh.replica == 0 else {}
+        tensors = self._stage.named_tensors() if self._mesh.member == 0 else {}
         owned = {name: tensor for name, tensor in tensors.items() if name not in self._later}
         # The only synchronization of host and device in a step.
         parts = self._groups.by_norm(owned)
         norms = [gradient_norm(self._stage.norm_terms(tensors)) for tensors in parts]
         self._read()
         loss_share, *found = numbers(loss, *norms)
-        mine = [each / self._scale.factor for each in found]
+        mine = [each / self._divisor for each in found]
         # each ** 2 would raise OverflowError where each * each is inf.
-        squares = [each * each for each in mine]
+        squares = [0.0] * (len(mine) * self._groups_of_replicas)
+        first = len(mine) * self._mesh.group
+        squares[first : first + len(mine)] = [each * each for each in mine]
         self.loss, *sums = agreed_sum(self._mesh, loss_share, *squares, *self._numbers)
-        totals, sums = sums[: len(mine)], sums[len(mine) :]
-        self._norms = [total**0.5 for total in totals]
-        self.norm = sum(totals) ** 0.5
+        totals, sums = sums[: len(squares)], sums[len(squares) :]
+        self._norms = [total**0.5 for total in totals[first : first + len(mine)]]
+        self.norm = (sum(totals) / self._groups_of_replicas) ** 0.5
         return owned, sums
+
+    @property
+    def _divisor(self) -> float:
+        """The number by which gradients are divided before the step."""
+        return self._scale.factor / self._groups_of_replicas
 
     def run(self, step: int, loss: Tensor) -> None:
         """Update the weights after ``step``, or drop the gradients. All ranks make the same decision.
@@ -105,7 +118,7 @@ class Update:
         batch, self._batch = self._batch, None
         assert batch is not None
         self._optimizer.finish()  # an error of the last step is raised before the all-reduce
-        factor = self._scale.factor
+        divisor = self._divisor
         owned, sums = self._measure(loss)
         self.rows.check(sums, f"the batch of step {step}")
         rates = self._factor(step)
@@ -127,9 +140,10 @@ class Update:
                 torch.tensor(self._norms, dtype=self._dtype),
                 self._averages.share(step + 1),
             )
-            self._optimizer.step(norms, rates, factor, average=share)
+            self._optimizer.step(norms, rates, divisor, average=share)
         else:
             self._optimizer.skip()
+        self._rounds.stepped(step)
 
 
 def agreed_sum(mesh: Mesh, *values: float) -> list[float]:
@@ -155,7 +169,7 @@ def open_optimizer(
     def shards(group: dist.ProcessGroup | None) -> OpenExchange | None:
         if group is None:
             return None
-        return partial(SharedStates, group, mesh.replica, mesh.replica_count)
+        return partial(SharedStates, group, mesh.member, mesh.summing)
 
     tensors = stage.named_tensors()
     # Other stages that hold them step them on the host.
@@ -169,6 +183,6 @@ def open_optimizer(
         copies=copies,
         open_store=tiers.open_states,
         share=shards(mesh.updates),
-        shard=shards(mesh.replicas if plans[mesh.pipeline_rank].shard_optimizer else None),
+        shard=shards(mesh.summed if plans[mesh.pipeline_rank].shard_optimizer else None),
         streamed=stage.offloaded,
     )

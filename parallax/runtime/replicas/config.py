@@ -1,19 +1,34 @@
-"""The ``replicas`` settings: how gradients are compressed, and over which rows BatchNorms compute statistics."""
+"""The ``replicas`` settings: when and how replicas exchange what they have learned, and over which rows BatchNorms
+compute statistics."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallax.errors import PlanError, check_choice, check_positive
+from parallax.errors import ConfigError, PlanError, check_choice, check_count, check_positive
 from parallax.model.layers.norms import BATCHNORM
-from parallax.plan.config import PlanConfig
+from parallax.plan.config import AUTO, PlanConfig
 from parallax.plan.plan import Plan
-from parallax.runtime.replicas.compress import COMPRESSIONS
+from parallax.runtime.replicas.compress import COMPRESSIONS, SHORT
+from parallax.swap.optimizer.outer import OuterRule
+
+SYNCHRONOUS, LOCAL = "synchronous", "local"
+_OF_LOCAL = "sync_every", "groups", "outer_lr", "outer_momentum", "outer_compress"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicasConfig:
-    """``compress``: the form in which gradients are summed over the replicas of a stage. none is exact. fp16 and bf16
+    """``mode``: when the replicas of a stage exchange what they have learned. synchronous sums their gradients in every
+    step, which is exact. local lets each replica take steps with its own rows, and sets the weights of all replicas
+    once in a round: to their mean (local SGD), or to what an outer optimizer makes of the mean change (DiLoCo). It
+    sends fewer bytes over slow links, and reaches another loss. ``sync_every``: the steps of a round. ``groups``: the
+    number of groups of replicas that step together, such as those of one host: the replicas of a group sum their
+    gradients in every step. With auto each replica steps alone. ``outer_lr``, ``outer_momentum``: the learning rate and
+    the Nesterov momentum of the outer optimizer, SGD. With 1 and 0 all replicas take the mean; DiLoCo has 0.7 and 0.9.
+    ``outer_compress``: the form in which the changes of the weights are exchanged: none, or in half the bytes as fp16
+    or bf16.
+
+    ``compress``: the form in which gradients are summed over the replicas of a stage. none is exact. fp16 and bf16
     halve the size of all-reduces (fp16 loses gradients below 6e-8). powersgd approximates each matrix by a product of
     two matrices of rank ``powersgd_rank``, and adds the error to the next step's gradients. It starts at the third step
     of a run, and again at the third step after a resume, because checkpoints do not hold the error. It suits long runs
@@ -26,18 +41,111 @@ class ReplicasConfig:
     number of replicas.
     """
 
+    mode: str = SYNCHRONOUS
+    sync_every: int = 50
+    groups: int | str = AUTO
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+    outer_compress: str = "none"
     compress: str = "none"
     powersgd_rank: int = 1
     batchnorm: str = "replica"
 
     def __post_init__(self) -> None:
+        check_choice("replicas.mode", self.mode, [SYNCHRONOUS, LOCAL])
+        check_positive("replicas.sync_every", self.sync_every)
+        check_count("replicas.groups", self.groups)
+        check_positive("replicas.outer_lr", self.outer_lr)
+        if not 0 <= self.outer_momentum < 1:
+            raise ConfigError(
+                f"replicas.outer_momentum={self.outer_momentum}: accepted are numbers in [0, 1)"
+            )
+        check_choice("replicas.outer_compress", self.outer_compress, ["none", *SHORT])
+        self._check_mode()
         check_choice("replicas.compress", self.compress, COMPRESSIONS)
         check_positive("replicas.powersgd_rank", self.powersgd_rank)
         check_choice("replicas.batchnorm", self.batchnorm, BATCHNORM)
 
+    def _check_mode(self) -> None:
+        """Raise :class:`ConfigError` if settings contradict ``mode``."""
+        if self.mode == LOCAL:
+            if self.compress != "none":
+                raise ConfigError(
+                    f"replicas.compress={self.compress}: local replicas exchange no gradients; use "
+                    "replicas.outer_compress=bf16, and replicas.compress=none"
+                )
+            if self.batchnorm == "sync":
+                raise ConfigError(
+                    "replicas.batchnorm=sync: local replicas exchange nothing within a round; use "
+                    "replicas.batchnorm=replica, or replicas.mode=synchronous"
+                )
+            return
+        changed = [key for key in _OF_LOCAL if getattr(self, key) != getattr(ReplicasConfig, key)]
+        if changed:
+            raise ConfigError(
+                f"replicas.{changed[0]}={getattr(self, changed[0])}: replicas.mode={self.mode} sums gradients in every "
+                "step; add replicas.mode=local"
+            )
+
+    def check_beside(self, *, gather_loss: bool, averages: bool, delays: bool) -> None:
+        """Raise :class:`ConfigError` for other settings that need the same weights on all replicas in every step."""
+        if self.mode == LOCAL and gather_loss:
+            raise ConfigError(
+                "trainer.gather_loss=true: the rows of all replicas have one loss, and with replicas.mode=local each "
+                "replica steps by itself; use replicas.mode=synchronous"
+            )
+        if self.mode == LOCAL and delays:
+            raise ConfigError(
+                "trainer.updates=delayed: with replicas.mode=local, replicas have different weights within a "
+                "round, and no older version of them is kept; use trainer.updates=synchronous, or "
+                "replicas.mode=synchronous"
+            )
+        if self.mode == LOCAL and averages:
+            raise ConfigError(
+                "ema: with replicas.mode=local, replicas have different weights within a round, and no average of "
+                "them is kept; use ema=off, or replicas.mode=synchronous"
+            )
+
+    @property
+    def outer(self) -> OuterRule | None:
+        """The rule by which a round of local steps ends; None if replicas sum gradients in every step."""
+        if self.mode != LOCAL:
+            return None
+        return OuterRule(self.outer_lr, self.outer_momentum, self.outer_compress != "none")
+
+    @property
+    def local_steps(self) -> int:
+        """The local steps of a round; 0 if replicas sum gradients in every step."""
+        return self.sync_every if self.mode == LOCAL else 0
+
+    @property
+    def local_groups(self) -> int:
+        """The groups of replicas that take local steps; 0 if each replica steps alone, and without local steps."""
+        return 0 if self.mode != LOCAL or self.groups == AUTO else int(self.groups)
+
+    @property
+    def exchanged(self) -> float:
+        """The bytes that local replicas exchange for each byte of weights, in the type in which they are stepped."""
+        return 1.0 if self.outer_compress == "none" else SHORT[self.outer_compress].itemsize / 4
+
     def check_requested(self, plan: PlanConfig) -> None:
         """Run :meth:`check` before planning, as far as the planner's settings already determine the plan."""
         counts = plan.replicas if isinstance(plan.replicas, list | tuple) else [plan.replicas]
+        if self.mode == LOCAL and len(set(counts)) > 1:
+            raise ConfigError(
+                f"plan.replicas={list(counts)}: local steps need equally many replicas of every stage; use "
+                f"plan.replicas={max(1, sum(map(int, counts)) // len(counts))}, or plan.replicas=auto"
+            )
+        if self.mode == LOCAL and plan.shard == "optimizer" and not self.local_groups:
+            raise ConfigError(
+                "plan.shard=optimizer: replicas that step alone have all optimizer states; use plan.shard=none, or "
+                "replicas.groups with several replicas in a group"
+            )
+        if self.local_groups and counts[0] != AUTO and int(str(counts[0])) % self.local_groups:
+            raise ConfigError(
+                f"replicas.groups={self.groups}: plan.replicas={counts[0]} cannot be divided into so many groups; use "
+                f"plan.replicas={self.local_groups}, or plan.replicas=auto"
+            )
         if self.compress != "powersgd" or not any(
             isinstance(count, int) and count > 1 for count in counts
         ):
@@ -54,6 +162,12 @@ class ReplicasConfig:
         skipped steps. ``drops`` is True if steps may be skipped.
         """
         most = max(stage.replicas for stage in plan.stages)
+        planned, wanted = plan.local_steps, self.local_steps
+        if (planned, plan.local_groups) != (wanted, self.local_groups):
+            raise PlanError(
+                f"the plan is for {_rounds(planned, plan.local_groups)}, and replicas.mode={self.mode} is for "
+                f"{_rounds(wanted, self.local_groups)}: plan again with these settings"
+            )
         if self.compress != "powersgd" or most == 1:
             return
         if drops:
@@ -80,3 +194,11 @@ class ReplicasConfig:
                 f"replicas.compress=powersgd cannot run where {why}: use replicas.compress=bf16, or plan with "
                 f"{'plan.schedule=1f1b' if split else 'plan.parameters=device'}"
             )
+
+
+def _rounds(local_steps: int, groups: int) -> str:
+    if not local_steps:
+        return "gradients summed in every step"
+    return (
+        f"rounds of {local_steps} local steps of {f'{groups} groups' if groups else 'each replica'}"
+    )

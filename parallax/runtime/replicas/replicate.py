@@ -369,7 +369,7 @@ def sync_for(
     for number in mesh.stages:
         own = set(stage.parameters_of(number))
         parts[number] = {name: p for name, p in resident.items() if p in own and users[p] == 1}
-    if mesh.replicas is not None and resident:
+    if mesh.summed is not None and resident:
         sync: GradientSync = _replicated(parts, resident, mesh, config, split=split)
     else:  # shared parameters are final only after SharedSum
         final = {
@@ -378,10 +378,12 @@ def sync_for(
         }
         sync = NoSync(final, reduced)
     following: list[SyncStep] = [*_streamed_sum(stage, mesh, config, alone=not resident)]
-    if stage.norms.statistics_differ:
+    if (
+        stage.norms.statistics_differ and not mesh.plan.local_steps
+    ):  # otherwise at the end of a round
         following.append(StatisticsAverage(stage.norms))
     if shared:
-        following.append(SharedSum(shared, gives=mesh.replica == 0))
+        following.append(SharedSum(shared, gives=mesh.member == 0))
     return ChainedSync(sync, following) if following else sync
 
 
@@ -394,14 +396,14 @@ def _streamed_sum(
     during the backward.
     """
     streamed = stage.offloaded
-    if mesh.streamed is None or mesh.replicas is None:
+    if mesh.streamed is None or mesh.summed is None:
         return
     if isinstance(streamed, OffloadedParameters) and streamed.chunks:
         yield StreamedSum(
             streamed,
             {number: stage.parameters_of(number) for number in mesh.stages},
             mesh.streamed,
-            mesh.replicas,
+            mesh.summed,
             SHORT.get(config.compress),
             mesh.plan.stages[mesh.pipeline_rank].bucket_bytes,
             beside=alone or dist.get_backend(mesh.streamed) != "nccl",
@@ -416,7 +418,7 @@ def _replicated(
     *,
     split: bool,
 ) -> StageGradientSync:
-    group = mesh.replicas
+    group = mesh.summed
     assert group is not None
     announced = {name for part in parts.values() for name in part}
     short = SHORT.get(config.compress)
