@@ -88,7 +88,7 @@ def _outcome(summary: Mapping[str, Any]) -> str:
     return (
         f"{_cell(steps, '{}')} steps{since}{ended}: loss {first} to {last}, "
         f"validation {validation}{baseline}{_metrics(summary)}, "
-        f"{_speed(summary)}{again if restarts else ''}"
+        f"{_speed(summary)}{_exchanged(summary)}{again if restarts else ''}"
     )
 
 
@@ -108,6 +108,14 @@ def _speed(summary: Mapping[str, Any]) -> str:
     if tokens is not None:
         return f"{tokens:,.0f} tokens/s"
     return f"{_cell(rows, '{:,.1f}' if rows and rows < 100 else '{:,.0f}')} rows/s"
+
+
+def _exchanged(summary: Mapping[str, Any]) -> str:
+    """Return how many bytes of weights a rank has exchanged with its replicas, as text; empty without local steps."""
+    size, now = summary.get("synced_bytes"), summary.get("steps_of_start")
+    if not size or not now:
+        return ""
+    return f", {format_bytes(round(size / now))} of weights exchanged per step"
 
 
 def _cell(value: Any, form: str) -> str:

@@ -391,6 +391,7 @@ class _Run:
         step, metrics = self._engine.completed_steps, dict[str, float | None]()
         self._stopping.exchange()
         if self._rows_end.everywhere:
+            self._end_round(logger)
             logger.note(f"the rows end after step {step} of {self._trainer.steps}: training ends")
             if step and self._evaluated != step:
                 with self._watchdog.phase("evaluating"):
@@ -454,8 +455,9 @@ class _Run:
 
         def evaluate() -> str:
             slow = self._health.slow() if ends else ""  # otherwise it has been reported
-            predicted = self._engine.plan.prediction.step_seconds
-            return slow or drift(self._record.seconds, predicted)
+            plan = self._engine.plan
+            predicted = plan.prediction.step_seconds
+            return slow or drift(self._record.seconds, predicted, plan.local_steps)
 
         return [
             Requested(self._watchdog),
@@ -554,8 +556,10 @@ class _Run:
         step = self._engine.completed_steps
         last, trainer = step == total, self._trainer
         wanted, evaluates = self._callbacks.take_agreed()
-        saves = last or _due(trainer.checkpoint_every, step) or wanted
-        evaluates = last or _due(trainer.eval_every, step) or evaluates
+        saves = last or self._due(trainer.checkpoint_every, step) or wanted
+        evaluates = last or self._due(trainer.eval_every, step) or evaluates
+        if saves or evaluates or self._stopping.is_last_step:
+            self._end_round(logger)
         found = dict[str, float]()
         if evaluates or (saves and self._checkpoint.needs_validation):
             with self._watchdog.phase("evaluating"):
@@ -577,6 +581,21 @@ class _Run:
                 self._agree_requests(logger)
             for message in self._stopping.evaluate() if not last else ():
                 logger.note(f"step {step}: {message}")
+
+    def _due(self, every: int, step: int) -> bool:
+        """Whether something that happens every so many steps happens after ``step``. With local steps it waits for the
+        end of the round."""
+        round_ = self._engine.local_steps or 1
+        return every > 0 and step % round_ == 0 and step // every > (step - round_) // every
+
+    def _end_round(self, logger: RankZeroLogger) -> None:
+        """Give all replicas the same weights, which an evaluation and a checkpoint need."""
+        step, every = self._engine.completed_steps, self._engine.local_steps
+        if every and step % every and step < self._trainer.steps:
+            logger.note(
+                f"step {step}: the replicas average their weights {every - step % every} steps early"
+            )
+        self._engine.end_round()
 
     def _evaluate(self, logger: RankZeroLogger, step: int) -> dict[str, float]:
         """Evaluate and report all held-out sets. Return loss and metrics of the main set, or nothing if a rank has been
@@ -640,6 +659,7 @@ class _Run:
             **self._ended,
             "unigram_entropy": getattr(self._source, "unigram_entropy", None) if first else None,
             **self._health.summary(),
+            "synced_bytes": self._engine.synced_bytes,
             **self._record.summary(self._trainer.global_batch, self._tokens, self._utilization),
         }
 
@@ -688,7 +708,3 @@ def _of_ranks(columns: Mapping[str, Sequence[float]], budgets: Sequence[int]) ->
 
 def _skip_text(result: StepResult) -> str:
     return f" was skipped, {result.trouble}" if result.trouble else ""
-
-
-def _due(every: int, step: int) -> bool:
-    return every > 0 and step % every == 0

@@ -43,6 +43,18 @@ WARM_UP = 2  # steps left out of the median: first touches of memory, first conn
 RECENT = 25  # steps whose spans are kept, among which is the step of median length
 
 
+def typical_seconds(seconds: Sequence[float], local_steps: int) -> float:
+    """Return the median of the ``seconds`` of steps. With rounds of ``local_steps``, of which only the last step
+    exchanges weights, it is the median over rounds of their mean step."""
+    rounds = len(seconds) // local_steps if local_steps else 0
+    if not rounds:
+        return statistics.median(seconds)
+    last = seconds[len(seconds) - rounds * local_steps :]
+    return statistics.median(
+        statistics.mean(last[n * local_steps : (n + 1) * local_steps]) for n in range(rounds)
+    )
+
+
 class RunRecord:
     """The steps recorded so far. Rank 0 writes files for all ranks. Failed writes are added to ``unwritten``.
     ``validated``: the names of the validation figures, which are None before the first evaluation."""
@@ -169,7 +181,7 @@ class RunRecord:
             if known := numbers_of(metrics, key):
                 validated[key] = known[-1]
         timed = seconds[WARM_UP:] or seconds
-        median = statistics.median(timed) if timed else None
+        median = typical_seconds(timed, self._plan.local_steps) if timed else None
         rate = rows_per_step / median if median else None
         return {
             "steps_of_start": len(self._losses),

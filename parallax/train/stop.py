@@ -12,14 +12,13 @@ add it to the list in the training loop.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from parallax.common.units import format_seconds
 from parallax.mesh import Mesh
-from parallax.train.record import COMPLETE, WARM_UP
+from parallax.train.record import COMPLETE, WARM_UP, typical_seconds
 from parallax.train.watchdog import Watchdog
 
 STEPS_TO_EVALUATE = 5  # steps after the warm-up before a prediction is evaluated
@@ -103,14 +102,14 @@ class Drifted:
         return {"drift": agreed.message}
 
 
-def drift(seconds: Sequence[float], predicted: float) -> str:
+def drift(seconds: Sequence[float], predicted: float, local_steps: int = 0) -> str:
     """Return a message if the measured steps show that the prediction is wrong. Return an empty string if they do not,
     or if there are too few steps. ``seconds``: the duration of each step so far. ``predicted``: the predicted duration
-    of a step."""
+    of a step. ``local_steps``: the plan's."""
     timed = seconds[WARM_UP:]
     if len(timed) < STEPS_TO_EVALUATE or predicted <= 0:
         return ""
-    measured = statistics.median(timed)
+    measured = typical_seconds(timed, local_steps)
     if abs(measured / predicted - 1) <= DRIFT:
         return ""
     return _comparison(measured, predicted)
