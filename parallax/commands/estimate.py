@@ -40,6 +40,7 @@ def run(parsed: argparse.Namespace) -> int:
             model_work(config, work),
             config.optimizer,
             averages=config.ema.averages,
+            replicas=config.replicas,
             delays=config.trainer.updates == Updates.DELAYED,
         )
         found = estimate(

@@ -126,6 +126,11 @@ class RunConfig:
         check_choice("task", self.task, list(map(str, PlanTask)))
         if self.trainer.steps:
             self.ema.check(self.trainer.steps)
+        self.replicas.check_beside(
+            gather_loss=self.trainer.gather_loss,
+            averages=self.ema.averages,
+            delays=self.trainer.updates == Updates.DELAYED,
+        )
         if self.optimizer.delay_correction and self.trainer.updates != Updates.DELAYED:
             raise ConfigError(
                 f"optimizer.delay_correction=true: with trainer.updates={self.trainer.updates} there is no delay; use "

@@ -52,6 +52,11 @@ from parallax.train.data.source import Source
 
 logger = logging.getLogger("parallax")
 
+_SUFFER = "adamw", "sgd"
+_DELAYED = (
+    "trainer.updates=delayed: the delay raises the loss of AdamW and SGD by more than that of Lion (figures: "
+    "docs/updates.md); optimizer.delay_correction=true recovers most of it"
+)
 _GROUPS_LATER = "optimizer.groups: planned without names of parameters, so patterns are checked when training starts"
 
 
@@ -327,6 +332,7 @@ def plan_run(
         precision=config.precision,
         optimizer=config.optimizer,
         averages=config.ema.averages,
+        replicas=config.replicas,
         updates=config.trainer.updates,
         microbatch=config.trainer.microbatch,
         gather_loss=config.trainer.gather_loss,
@@ -338,6 +344,9 @@ def plan_run(
         progress=progress,
     )
     check_rows(config, verdict, planned.plan)
+    suffers = config.optimizer.name in _SUFFER and not config.optimizer.delay_correction
+    if planned.plan.updates.delays and suffers:
+        return replace(planned, remarks=(*planned.remarks, _DELAYED))
     return planned
 
 
@@ -355,6 +364,7 @@ def _plan_for_catalog(
             profile,
             config.optimizer,
             averages=config.ema.averages,
+            replicas=config.replicas,
             delays=config.trainer.updates == Updates.DELAYED,
         )
     planned = plan_catalog(

@@ -54,6 +54,7 @@ from parallax.runtime.health.row_check import RowCheck
 from parallax.runtime.optim.config import Group, OptimizerConfig, as_config
 from parallax.runtime.optim.groups import GroupSummary, ParameterGroups
 from parallax.runtime.optim.kinds.adamw import AdamWConfig
+from parallax.runtime.replicas.config import ReplicasConfig
 from parallax.swap.config import SwapConfig
 from parallax.swap.offload_benchmark import OffloadBenchmarks
 
@@ -115,6 +116,7 @@ def plan_model(
     precision: PrecisionConfig | None = None,
     optimizer: OptimizerConfig | Callable[[Sequence[Group]], Optimizer] | None = None,
     averages: bool = False,
+    replicas: ReplicasConfig | None = None,
     updates: str = Updates.SYNCHRONOUS,
     microbatch: int | str = "auto",
     gather_loss: bool = False,
@@ -127,11 +129,10 @@ def plan_model(
 ) -> Planned:
     """Measure ``chain`` on this machine and return the best plan of ``task`` for global batches like ``batch``.
 
-    ``optimizer``: settings, or a function that takes parameter groups and returns a torch optimizer. ``averages``:
-    reserve memory for averaged weights. ``updates``: synchronous or delayed. ``gather_loss``: compute the loss once
-    over all rows of a batch, as contrastive losses need. ``profile`` replaces the measurement. ``present``: the cluster
-    of all nodes of the run, if there are several nodes; this process is on the first node. ``scratch``: the folder of
-    swap files. Raises :class:`~parallax.errors.InfeasiblePlan` if no plan fits.
+    ``optimizer``: settings, or a function from parameter groups to a torch optimizer. ``averages``: reserve memory for
+    averaged weights. ``replicas``, ``updates``: rules of updates. ``gather_loss``: compute the loss once over all rows,
+    as contrastive losses need. ``profile`` replaces the measurement. ``present``: the cluster of the run's nodes, if
+    there are several. ``scratch``: the folder of swap files. Raises :class:`InfeasiblePlan` if no plan fits.
     """
     cluster, swap, plan = cluster or ClusterConfig(), swap or SwapConfig(), plan or PlanConfig()
     batch = RowCheck(chain.dtype).of(batch, "the batch to plan with")
@@ -157,7 +158,7 @@ def plan_model(
     progress("measuring the machine")
     found = present or measured_cluster(cluster, choice, swap, scratch)
     progress(f"searching plans for {plural(len(found.devices), 'device')}")
-    profile, groups = _stepped(profile, chain, optimizer, choice, task, averages, Updates(updates))
+    profile, groups = _stepped(profile, chain, optimizer, choice, task, averages, replicas, updates)
     requested |= {"global_batch": len(batch), "swap": swap.offloads, "task": task}
     requested |= {"updates": Updates(updates), "spare": not (present or _started(cluster))}
     best, forecast = search(profile, found, plan, progress=progress, **requested)
@@ -180,7 +181,8 @@ def _stepped(
     choice: DeviceChoice,
     task: PlanTask,
     averages: bool,
-    updates: Updates,
+    replicas: ReplicasConfig | None,
+    updates: str,
 ) -> tuple[ModelProfile, tuple[GroupSummary, ...]]:
     """Return the profile with the costs of the optimizer, and the optimizer's parameter groups. If the task does not
     train, return the profile unchanged and no groups."""
@@ -189,8 +191,11 @@ def _stepped(
     config = AdamWConfig() if optimizer is None else as_config(optimizer)
     groups = tuple(ParameterGroups.of(config, chain.model).summaries())
     device = own_device(choice.kind)
-    delays = updates.delays
-    return stepped_by(profile, config, chain, device, averages=averages, delays=delays), groups
+    delays = Updates(updates).delays
+    costs = stepped_by(
+        profile, config, chain, device, averages=averages, replicas=replicas, delays=delays
+    )
+    return costs, groups
 
 
 def as_planned(cluster: ClusterConfig, requested: PlanConfig, plan: Plan) -> ClusterConfig:

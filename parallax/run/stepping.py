@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from parallax.runtime.optim.config import OptimizerConfig
 from parallax.runtime.optim.groups import ParameterGroups
 from parallax.runtime.optim.kinds.adamw import AdamWConfig
 from parallax.runtime.optim.places import ParameterPlace
+from parallax.runtime.replicas.config import ReplicasConfig
 from parallax.swap.weights import stepped_in
 
 ADAMW_STATES = 2
@@ -34,10 +35,12 @@ def stepped_by(
     device: torch.device | None = None,
     *,
     averages: bool = False,
+    replicas: ReplicasConfig | None = None,
     delays: bool = False,
 ) -> _Costs:
     """Return ``costs``, measured with AdamW and its two states per weight, converted to ``optimizer``. ``averages``:
-    whether the optimizer also averages the weights. ``delays``: whether it delays updates by one step. Raises
+    whether the optimizer also averages the weights. ``replicas``: whether replicas take local steps. ``delays``:
+    whether updates are delayed by one step. Raises
     :class:`~parallax.errors.ConfigError` for an optimizer that no plan can step.
 
     The bytes of states per byte of parameters are those of the block of ``chain`` with the highest ratio; without a
@@ -45,20 +48,24 @@ def stepped_by(
     memory traffic: it reads weight, gradient and states, and writes weight and states. Any other step is timed on
     ``device``, relative to AdamW's, on parameters of the chain.
     """
+    outer = None if replicas is None else replicas.outer
     if chain is None:
         matrix = nn.Parameter(torch.empty(4096, 4096, device="meta"))
         plain = dataclasses.replace(optimizer, groups=[], layer_decay=1.0)
         kinds, shape = ("Linear", "Embedding"), tuple(matrix.shape)
         groups = ParameterGroups(plain, [ParameterPlace((k,), (k,), shape) for k in kinds])
-        builder = OptimizerBuilder(plain, groups, averages=averages, delays=delays)
+        builder = OptimizerBuilder(plain, groups, averages=averages, outer=outer, delays=delays)
         states = builder.largest_ratio({kind: matrix} for kind in kinds)
     else:
-        builder = OptimizerBuilder.of(optimizer, chain.model, averages=averages, delays=delays)
+        builder = OptimizerBuilder.of(
+            optimizer, chain.model, averages=averages, outer=outer, delays=delays
+        )
         states = builder.largest_ratio(_blocks(chain))
     optimizer_bytes = costs.optimizer_bytes * states / ADAMW_STATES
     if not isinstance(costs, ModelProfile):
         return dataclasses.replace(costs, optimizer_bytes=optimizer_bytes)
-    moved = (3 + 2 * states) / (3 + 2 * ADAMW_STATES)
+    once = 0 if outer is None else len(outer.states)  # these change once in a round
+    moved = (3 + 2 * (states - once)) / (3 + 2 * ADAMW_STATES)
     if chain is not None and device is not None and not optimizer.moves_bytes_only:
         moved = max(moved, _relative_seconds(builder, chain, device))
     return dataclasses.replace(
@@ -66,7 +73,21 @@ def stepped_by(
         optimizer_bytes=optimizer_bytes,
         optimizer_seconds=costs.optimizer_seconds * moved,
         divides=builder.nature.divides,
+        **_exchanged(costs, replicas),
     )
+
+
+def _exchanged(costs: ModelProfile, replicas: ReplicasConfig | None) -> dict[str, Any]:
+    """Return the fields of a profile for local steps; none if replicas sum their gradients in every step."""
+    if replicas is None or not replicas.local_steps:
+        return {}
+    # Weights are averaged in the type in which they are stepped.
+    wide = max(1.0, costs.master_bytes)
+    return {
+        "local_steps": replicas.local_steps,
+        "local_groups": replicas.local_groups,
+        "synced_bytes": wide * replicas.exchanged,
+    }
 
 
 def _blocks(chain: Chain) -> Iterator[dict[str, Tensor]]:
