@@ -1,0 +1,157 @@
+"""What delayed updates and local steps cost in loss, and what local steps save over a slow link.
+
+::
+
+    python -m benchmarks.updates loss      the validation loss after 400 steps of a GPT over bytes, by rule and seed
+    python -m benchmarks.updates link      steps over a link of 100 Mbit/s between two hosts; needs root
+
+``loss`` trains the same model on the same rows with two replicas, once for each rule and seed. ``link`` runs two
+replicas on two network namespaces, each with a core, in turn over a slow and a fast link.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.hosts import ROOT, HostError, TwoHosts
+
+LION, SGD = (
+    ("optimizer=lion", "optimizer.lr=3e-4"),
+    ("optimizer=sgd", "optimizer.lr=0.03", "optimizer.clip_norm=1"),
+)
+DELAYED = ("trainer.updates=delayed",)
+CORRECTED = (*DELAYED, "optimizer.delay_correction=true")
+RULES: dict[str, tuple[str, ...]] = {
+    "synchronous": (),
+    "local SGD, 10 steps": ("replicas=local", "replicas.sync_every=10"),
+    "local SGD, 50 steps": ("replicas=local", "replicas.sync_every=50"),
+    "DiLoCo, 10 steps": ("replicas=diloco", "replicas.sync_every=10"),
+    "DiLoCo, 50 steps": ("replicas=diloco", "replicas.sync_every=50"),
+    "delayed": DELAYED,
+    "delayed, corrected": CORRECTED,
+    "Lion, synchronous": LION,
+    "Lion, delayed": (*LION, *DELAYED),
+    "Lion, delayed, corrected": (*LION, *CORRECTED),
+    "SGD, synchronous": SGD,
+    "SGD, delayed": (*SGD, *DELAYED),
+    "SGD, delayed, corrected": (*SGD, *CORRECTED),
+}
+GPT = (
+    "model=gpt",
+    "model.layers=2",
+    "model.hidden=96",
+    "model.heads=4",
+    "model.sequence=64",
+    "data=text",
+    "data.max_bytes=4MiB",
+    "trainer.global_batch=16",
+    "trainer.eval_every=0",
+    "trainer.eval_batches=40",
+    "trainer.checkpoint_every=0",
+    "cluster.devices=2",
+    "plan.stages=1",
+    "plan.replicas=2",
+)
+# Of 10 million parameters, whose gradients take 3.4 s over the slow link.
+LARGE = (
+    "model=gpt",
+    "data=text",
+    "data.max_bytes=4MiB",
+    "trainer.global_batch=16",
+    "trainer.eval_batches=1",
+    "trainer.eval_every=0",
+    "trainer.checkpoint_every=0",
+    "cluster.device_memory=auto",
+    "swap=off",
+    "plan.stages=1",
+    "plan.replicas=2",
+)
+SLOW, FAST = "100mbit", "10gbit"
+ENDS_SECONDS = 900.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=["loss", "link"])
+    parser.add_argument("--steps", type=int, default=0, help="400 of loss, 52 of link by default")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--only", default="", help="rules of loss whose names contain this")
+    parsed = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        if parsed.part == "loss":
+            rules = {name: words for name, words in RULES.items() if parsed.only in name}
+            found = losses(Path(folder), rules, parsed.steps or 400, parsed.seeds)
+            print(json.dumps(found, indent=1))
+            return 0
+        try:
+            found = over_links(Path(folder), parsed.steps or 52)
+        except HostError as error:
+            print(f"no hosts: {error}", file=sys.stderr)
+            return 2
+    print(json.dumps(found, indent=1))
+    return 0
+
+
+def losses(
+    folder: Path, rules: dict[str, tuple[str, ...]], steps: int, seeds: int
+) -> dict[str, dict[str, float]]:
+    """Return the mean, lowest and highest validation loss of each rule."""
+    found: dict[str, list[float]] = {rule: [] for rule in rules}
+    for seed in range(seeds):
+        for rule, settings in rules.items():
+            name = f"{len(found[rule])}-{list(rules).index(rule)}"
+            words = (*GPT, *settings, f"seed={seed}", f"trainer.steps={steps}", f"name={name}")
+            command = [sys.executable, "-m", "parallax", "train", *words]
+            environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            subprocess.run(
+                command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL
+            )
+            summary = json.loads((folder / "runs" / name / "summary.json").read_text())
+            found[rule].append(summary["validation_loss"])
+            print(f"seed {seed}, {rule}: {found[rule][-1]:.4f}", file=sys.stderr, flush=True)
+    return {
+        rule: {
+            "mean": round(statistics.mean(values), 4),
+            "lowest": round(min(values), 4),
+            "highest": round(max(values), 4),
+        }
+        for rule, values in found.items()
+    }
+
+
+def over_links(folder: Path, steps: int) -> dict[str, dict[str, float]]:
+    """Return seconds per step, predicted and measured, of both ways over both links."""
+    ways = {
+        "synchronous": (("replicas=default",), 8),
+        "DiLoCo, 50 steps": (RULES["DiLoCo, 50 steps"], steps),
+    }
+    found: dict[str, dict[str, float]] = {}
+    for rate in (FAST, SLOW):
+        for number, (way, (settings, count)) in enumerate(ways.items()):
+            with TwoHosts(folder / f"{rate}-{number}", rate) as hosts:
+                words = ("name=run", f"trainer.steps={count}", *LARGE, *settings)
+                codes = [process.wait(ENDS_SECONDS) for process in hosts.start(1, words)]
+                if codes != [0, 0]:
+                    output = "\n".join((h.folder / "out.txt").read_text() for h in hosts.hosts)
+                    raise RuntimeError(f"{' '.join(words)} ended with {codes}:\n{output}")
+                path = hosts.a.folder / "runs" / "run" / "summary.json"
+                summary = json.loads(path.read_text())
+            found[f"{way}, {rate}"] = {
+                "measured_seconds": round(summary["step_seconds_median"], 4),
+                "predicted_seconds": round(summary["predicted_step_seconds"], 4),
+                "exchanged_bytes_per_step": summary["synced_bytes"] / count,
+            }
+            print(f"{way}, {rate}: {found[f'{way}, {rate}']}", file=sys.stderr, flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
