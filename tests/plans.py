@@ -60,6 +60,8 @@ def make_plan(
     updates: str = "synchronous",
     bucket_bytes: int = LEAST_BUCKET_BYTES,
     group: int = 0,
+    local_steps: int = 0,
+    local_groups: int = 0,
 ) -> Plan:
     """A plan with blocks distributed evenly over stages (or divided at ``boundaries``), ``interleave`` stages for each
     of ``replicas``, and one directive for all of them."""
@@ -106,6 +108,8 @@ def make_plan(
         placement=placement,
         interleave=interleave,
         gather_loss=gather_loss,
+        local_steps=local_steps,
+        local_groups=local_groups,
         updates=Updates(updates),
         prediction=Prediction(step_seconds=0.0, bubble=0.0, ranks=(rank,) * sum(replicas)),
     )

@@ -191,6 +191,7 @@ def test_parameters_without_gradients_keep_one_version(pool: Pool, tmp_path: Pat
     check(pool.run(training, 2, case, tmp_path), plain(case))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("plan", ["one stage", "sharded", "offloaded parameters"])
 def test_a_skipped_step_changes_no_version(pool: Pool, tmp_path: Path, plan: str) -> None:
     case = delayed(CASE, plan, loss=poisoned, skips=2)
@@ -213,6 +214,7 @@ def resuming(case: Case, folder: Path, first: int, last: int) -> tuple[Versions,
     return found, tensors
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("corrects", [False, True])
 @pytest.mark.parametrize("plan", ["one stage", "sharded", "states on disk", "offloaded parameters"])
 def test_resuming_is_bit_identical(pool: Pool, tmp_path: Path, plan: str, corrects: bool) -> None:
@@ -281,6 +283,7 @@ def averaged(case: Case, folder: Path) -> tuple[Weights, Weights]:
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("plan", ["one stage", "sharded", "offloaded parameters"])
 def test_averages_are_of_the_newest_weights(pool: Pool, tmp_path: Path, plan: str) -> None:
     case = delayed(CASE, plan, ema=EmaOn(decay=0.0))
@@ -316,6 +319,7 @@ def state_bytes(case: Case, folder: Path) -> tuple[int, int]:
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("plan", ["one stage", "two stages", "four stages"])
 def test_a_version_costs_the_bytes_of_the_weights(pool: Pool, tmp_path: Path, plan: str) -> None:
     case = replace(CASE, dtype=torch.float32)

@@ -210,7 +210,10 @@ class Case:
         return Engine.build(
             chain,
             make_plan(
-                chain, **{"global_batch": 8, "microbatch": 2, "swap_limit": 60000, **self.options}
+                chain,
+                **{"global_batch": 8, "microbatch": 2, "swap_limit": 60000, **self.options},
+                local_steps=self.together.local_steps,
+                local_groups=self.together.local_groups,
             ),
             loss=self.loss,
             steps=STEPS,

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -103,6 +104,41 @@ def test_a_rank_is_killed_wherever_it_is(here: Path, called: Called) -> None:
     assert summary["lost_steps"] == sum((0, 1, 0, 1, 2, 0))
     assert running(here) == []
     assert temporary() == []
+
+
+@pytest.mark.faults
+def test_local_steps_are_repeated_after_kills(here: Path, called: Called) -> None:
+    """Within a round replicas have different weights, of which a checkpoint has none: it waits for the round's end."""
+    settings = [
+        "replicas=diloco",
+        "replicas.sync_every=4",
+        "trainer.checkpoint_every=3",
+        f"trainer.steps={STEPS}",
+        "trainer.max_restarts=3",
+    ]
+    kills = (1, 2, "forward"), (0, 5, "backward"), (1, 7, "update")
+    runs = []
+    for name, these in (("plain", ()), ("killed", kills)):
+        run = prepared(
+            *kill_at(*these),
+            *settings,
+            name=name,
+            replicas=(2,),
+            plan=lambda plan: replace(plan, local_steps=4),
+        )
+        code, _, err = called("train", "--run-dir", str(run))
+        assert code == 0, err
+        assert [line.split("starting again from ")[1][:13] for line in err.splitlines()] == [
+            "the beginning",
+            "step-00000004",
+            "step-00000004",
+        ][: len(these)]
+        runs.append(run)
+    check_as_if_nothing_had_been(*runs[::-1])
+    assert sorted(path.name for path in (runs[1] / "checkpoints").glob("step-*")) == [
+        "step-00000008",
+        "step-00000009",
+    ]
 
 
 LONG = ["trainer.steps=1000000", "trainer.max_restarts=2"]
