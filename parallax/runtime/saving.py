@@ -47,7 +47,8 @@ from parallax.swap.optimizer.buckets import MASTER
 from parallax.swap.optimizer.outer import OUTER_STATES
 
 logger = logging.getLogger("parallax")
-_GROUP = "@group-"  # in the kind of a state of another group of replicas than the first, before its number
+OF_GROUP = "@group-"
+"""Part of the kind of a state that belongs to another group of replicas than the first. The group's number follows."""
 _PADDING_BYTES = 256  # bytes of padding per parameter in a buffer
 _SHARE = 0.5  # share of the free memory for copies of saved tensors
 
@@ -306,7 +307,7 @@ class Saving:
         self._optimizer.finish()
         marks: dict[str, int] = {}
         first, member, group = self._mesh.replica == 0, self._mesh.member, self._mesh.group
-        suffix = f"{_GROUP}{group}" if group else ""
+        suffix = f"{OF_GROUP}{group}" if group else ""
         equal = (MASTER, *OUTER_STATES) if group else ()
         for name, tensor, value in self._stage.values():
             if name in self._later:
@@ -335,7 +336,7 @@ def states_of_group(states: Mapping[str, Tensor], group: int) -> dict[str, Tenso
     """
     found: dict[int, dict[str, Tensor]] = {0: {}}
     for key, state in states.items():
-        name, _, number = key.partition(_GROUP)
+        name, _, number = key.partition(OF_GROUP)
         found.setdefault(int(number or 0), {})[name] = state
     return {**found[0], **found[group % len(found)]}
 

@@ -37,11 +37,12 @@ def engine(settings: RunConfig) -> Engine:
     chain = build_chain(settings)
     return Engine.build(
         chain,
-        make_plan(chain, global_batch=4, microbatch=2),
+        make_plan(chain, global_batch=4, microbatch=2, local_steps=settings.replicas.local_steps),
         loss=build_loss(settings),
         steps=settings.trainer.steps,
         optimizer=settings.optimizer,
         precision=settings.precision,
+        replicas=settings.replicas,
     )
 
 
@@ -100,6 +101,17 @@ def test_there_and_back_resumes_alike(
         assert after.keys() == weights
         # The weights are those of the next step's forward; states start from zero.
         assert train(Path("runs/other"), 1) == train(run, 1)
+
+
+def test_states_of_an_outer_optimizer_are_not_imported(here: Path, imported: Import) -> None:
+    run = prepared(*SETTINGS, "replicas=diloco", "replicas.sync_every=2")
+    train(run, 2)
+    assert cli.main(["export", "run", "--to", "dcp", "--out", "out"]) == 0
+    imported("out", "--from", "dcp", "--step", "2", "name=other", *SETTINGS)
+    before, after = tensors(run), tensors(Path("runs/other"))
+    assert before.keys() - after.keys() == {n for n in before if n.startswith("outer_")} != set()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+    assert len(train(Path("runs/other"), 1)) == 1
 
 
 def test_what_torch_makes_of_the_export(here: Path) -> None:

@@ -32,6 +32,7 @@ from torch.futures import Future
 from parallax.run.export.form import Contents, Trained
 from parallax.runtime.checkpoint import PART_BYTES
 from parallax.runtime.optim.builder import OptimizerBuilder
+from parallax.runtime.saving import OF_GROUP
 
 _PLACE = torch.device("cpu")
 
@@ -75,12 +76,13 @@ class DistributedForm:
 
 def _states(trained: Trained, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
     """Return, for each of the parameters ``names`` that has optimizer states, a mapping from the name of a state to a
-    meta tensor (without values). A parameter that never had a gradient has no states."""
+    meta tensor (without values). A parameter that never had a gradient has no states. After local steps, they are the
+    states of the first group of replicas."""
     found: dict[str, dict[str, Tensor]] = {}
     known = set(names)
     for held, tensor in trained.reader.held().items():
         key, _, name = held.partition("/")
-        if key != "model" and name in known:
+        if key != "model" and OF_GROUP not in key and name in known:
             found.setdefault(name, {})[key] = tensor
     return found
 

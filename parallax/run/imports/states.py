@@ -16,10 +16,11 @@ from parallax.runtime.optim.config import OptimizerConfig
 from parallax.swap.optimizer.averaging import AVERAGE
 from parallax.swap.optimizer.buckets import MASTER
 from parallax.swap.optimizer.delaying import PREVIOUS, VERSION
+from parallax.swap.optimizer.outer import OUTER_STATES
 
 _STEP = "step"
-NOT_IMPORTED = frozenset((MASTER, AVERAGE, VERSION, PREVIOUS))
-"""States that are other versions of the weights. A master weight is imported as the weight."""
+NOT_IMPORTED = frozenset((MASTER, AVERAGE, VERSION, PREVIOUS, *OUTER_STATES))
+"""States that are other versions of the weights, or an outer optimizer's. A master weight is imported as the weight."""
 
 
 def check_states(
