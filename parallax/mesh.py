@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,11 +71,11 @@ class Mesh:
     coordinate: Coordinate
     device: torch.device
     world: dist.ProcessGroup | None
-    replicas: dist.ProcessGroup | None
     shared: dict[str, dist.ProcessGroup]
     forth: dist.ProcessGroup | None
     back: dist.ProcessGroup | None
     routes: dict[Route, dist.ProcessGroup]
+    replicas: dist.ProcessGroup | None = None
     statistics: dist.ProcessGroup | None = None
     summed: dist.ProcessGroup | None = None
     updates: dist.ProcessGroup | None = None
@@ -100,7 +100,7 @@ class Mesh:
         rank = dist.get_rank() if dist.is_initialized() else 0
         coordinate = plan.coordinate(rank)
         devices = RankDevices.gather(device, size)
-        groups = _ReplicaGroups.create(plan, rank, devices)
+        groups = _replica_groups(plan, rank, devices)
         ties: dict[str, dist.ProcessGroup] = {}
         for name, holders in shared.items():
             for ranks in _holders(plan, holders):
@@ -126,7 +126,7 @@ class Mesh:
             back=back,
             routes=routes,
             nodes=Nodes.gather(),
-            **groups._asdict(),
+            **groups,
         )
 
     def direct(self, route: Route) -> bool:
@@ -192,8 +192,14 @@ class Mesh:
         return self.plan.summing(self.pipeline_rank)
 
     @property
+    def groups(self) -> int:
+        """Return the number of groups of this rank's stage. The replicas of a group sum their gradients in every
+        step."""
+        return self.replica_count // self.summing
+
+    @property
     def group(self) -> int:
-        """Return the index of this replica's group, whose replicas sum their gradients in every step."""
+        """Return the index of this replica's group."""
         return self.replica // self.summing
 
     @property
@@ -241,52 +247,41 @@ def _holders(plan: Plan, holders: Sequence[int]) -> list[list[int]]:
 
 
 def _divided(plan: Plan, pipeline_rank: int) -> list[list[int]]:
-    """Return the ranks of a pipeline rank, in lists of those that sum their gradients in every step."""
+    """Return the groups of a pipeline rank: for each group, the list of its ranks, which sum their gradients in every
+    step."""
     ranks, size = plan.ranks(pipeline_rank), plan.summing(pipeline_rank)
     return [list(ranks[first : first + size]) for first in range(0, len(ranks), size)]
 
 
-class _ReplicaGroups(NamedTuple):
-    """The process groups of a rank with replicas of its stage: those of :class:`Mesh` of the same names."""
+def _replica_groups(plan: Plan, rank: int, devices: RankDevices) -> dict[str, dist.ProcessGroup]:
+    """Return the process groups of ``rank`` with replicas of its stage, by the names of the fields of :class:`Mesh`.
+    ``devices`` selects the backends. Every rank creates the groups of all pipeline ranks, because torch requires it."""
+    mine: dict[str, dist.ProcessGroup] = {}
 
-    replicas: dist.ProcessGroup | None = None
-    statistics: dist.ProcessGroup | None = None
-    summed: dist.ProcessGroup | None = None
-    updates: dist.ProcessGroup | None = None
-    streamed: dist.ProcessGroup | None = None
-    outer: dist.ProcessGroup | None = None
-    outer_host: dist.ProcessGroup | None = None
+    def create(name: str, ranks: Sequence[int], backend: str = "") -> None:
+        if len(ranks) > 1:
+            made = _group(list(ranks), backend or devices.reducing(ranks))
+            if rank in ranks:
+                mine[name] = made
 
-    @classmethod
-    def create(cls, plan: Plan, rank: int, devices: RankDevices) -> _ReplicaGroups:
-        """Return the groups of ``rank``. ``devices`` selects the backends. Every rank creates the groups of all
-        pipeline ranks, because torch requires it."""
-        mine: dict[str, dist.ProcessGroup] = {}
-
-        def group(name: str, ranks: list[int], backend: str) -> None:
-            if len(ranks) > 1:
-                made = _group(ranks, backend or devices.reducing(ranks))
-                if rank in ranks:
-                    mine[name] = made
-
-        for index, planned in enumerate(plan.stages[: plan.pipeline_ranks]):
-            ranks, divided = list(plan.ranks(index)), _divided(plan, index)
-            group("replicas", ranks, "")
-            group("statistics", ranks, "")
-            several = len(divided) > 1
-            for each in divided:
-                if several:
-                    group("summed", each, "")
-                if planned.optimizer_offload > 0:
-                    group("updates", each, "gloo")
-                if planned.parameter_offload > 0:
-                    group("streamed", each, "")
-            for counterparts in zip(*divided) if several else ():
-                group("outer", list(counterparts), "")
-                group("outer_host", list(counterparts), "gloo")
-        if "outer" not in mine and "replicas" in mine:  # all replicas sum their gradients
-            mine["summed"] = mine["replicas"]
-        return cls(**mine)
+    for index, planned in enumerate(plan.stages[: plan.pipeline_ranks]):
+        divided = _divided(plan, index)
+        create("replicas", plan.ranks(index))
+        create("statistics", plan.ranks(index))
+        several = len(divided) > 1
+        for each in divided:
+            if several:
+                create("summed", each)
+            if planned.optimizer_offload > 0:
+                create("updates", each, "gloo")
+            if planned.parameter_offload > 0:
+                create("streamed", each)
+        for counterparts in zip(*divided) if several else ():
+            create("outer", counterparts)
+            create("outer_host", counterparts, "gloo")
+    if "outer" not in mine and "replicas" in mine:  # all replicas sum their gradients
+        mine["summed"] = mine["replicas"]
+    return mine
 
 
 @dataclass(frozen=True, slots=True)

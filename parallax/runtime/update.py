@@ -59,8 +59,6 @@ class Update:
         rounds: Rounds,
     ) -> None:
         self._rounds = rounds
-        # In local steps, the gradient of a group counts for all: the mean over the groups is the gradient of the batch.
-        self._groups_of_replicas = mesh.replica_count // mesh.summing
         self._mesh, self._stage, self._optimizer = mesh, stage, optimizer
         self._scale, self._factor, self._lr, self._groups = scale, factor, lr, groups
         self._averages, self._read = averages, read
@@ -95,19 +93,20 @@ class Update:
         loss_share, *found = numbers(loss, *norms)
         mine = [each / self._divisor for each in found]
         # each ** 2 would raise OverflowError where each * each is inf.
-        squares = [0.0] * (len(mine) * self._groups_of_replicas)
+        squares = [0.0] * (len(mine) * self._mesh.groups)
         first = len(mine) * self._mesh.group
         squares[first : first + len(mine)] = [each * each for each in mine]
         self.loss, *sums = agreed_sum(self._mesh, loss_share, *squares, *self._numbers)
         totals, sums = sums[: len(squares)], sums[len(squares) :]
         self._norms = [total**0.5 for total in totals[first : first + len(mine)]]
-        self.norm = (sum(totals) / self._groups_of_replicas) ** 0.5
+        self.norm = (sum(totals) / self._mesh.groups) ** 0.5
         return owned, sums
 
     @property
     def _divisor(self) -> float:
-        """The number by which gradients are divided before the step."""
-        return self._scale.factor / self._groups_of_replicas
+        """The number by which gradients are divided before the step. With local steps, the gradient of one group is
+        multiplied by the number of groups, so that the mean over the groups is the gradient of the batch."""
+        return self._scale.factor / self._mesh.groups
 
     def run(self, step: int, loss: Tensor) -> None:
         """Update the weights after ``step``, or drop the gradients. All ranks make the same decision.

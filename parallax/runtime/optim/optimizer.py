@@ -144,7 +144,7 @@ class StageOptimizer:
         Gradients are dropped. All replicas call this method.
         """
         self._set_share(None)
-        self._exchange_all()
+        self._step_without_gradients()
 
     @property
     def delays(self) -> bool:
@@ -160,12 +160,12 @@ class StageOptimizer:
         if self.delays:
             for optimizer in (self._on_device.optimizer, self._host.optimizer):
                 set_exchanges(optimizer, True)
-            self._exchange_all()
+            self._step_without_gradients()
             for optimizer in (self._on_device.optimizer, self._host.optimizer):
                 set_exchanges(optimizer, False)
 
-    def _exchange_all(self) -> None:
-        """Take a step whose settings only exchange weights and states."""
+    def _step_without_gradients(self) -> None:
+        """Take a step whose settings exchange weights and states, or end a round."""
         self._host.finish()
         self._copies.synchronize()  # the host's copies of weights are written next
         self._on_device.step(())
@@ -177,17 +177,11 @@ class StageOptimizer:
 
         Gradients are dropped. All replicas call this method.
         """
-        self._host.finish()
-        self._copies.synchronize()  # the host's copies of weights are written next
-        self._set_ends_round(True)
-        self._on_device.step(())
-        if self._offloaded:
-            self._host.commit()
-        self._set_ends_round(False)
-
-    def _set_ends_round(self, ends: bool) -> None:
-        set_ends_round(self._on_device.optimizer, ends)
-        set_ends_round(self._host.optimizer, ends)
+        for optimizer in (self._on_device.optimizer, self._host.optimizer):
+            set_ends_round(optimizer, True)
+        self._step_without_gradients()
+        for optimizer in (self._on_device.optimizer, self._host.optimizer):
+            set_ends_round(optimizer, False)
 
     def _set_share(self, share: float | None) -> None:
         if self._builder.averages:

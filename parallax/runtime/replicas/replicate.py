@@ -378,9 +378,8 @@ def sync_for(
         }
         sync = NoSync(final, reduced)
     following: list[SyncStep] = [*_streamed_sum(stage, mesh, config, alone=not resident)]
-    if (
-        stage.norms.statistics_differ and not mesh.plan.local_steps
-    ):  # otherwise at the end of a round
+    # With local steps, statistics are averaged at the end of a round.
+    if stage.norms.statistics_differ and not mesh.plan.local_steps:
         following.append(StatisticsAverage(stage.norms))
     if shared:
         following.append(SharedSum(shared, gives=mesh.member == 0))

@@ -24,7 +24,6 @@ class ReplicaMean:
 
     def __init__(self, mesh: Mesh, compress: str) -> None:
         self._mesh, self._short = mesh, SHORT.get(compress)
-        self._groups = mesh.replica_count // mesh.summing
         self.sent_bytes = 0
 
     @property
@@ -45,7 +44,7 @@ class ReplicaMean:
         flat.copy_(whole[: flat.numel()])
 
     def _average(self, group: dist.ProcessGroup | None, flat: Tensor) -> None:
-        flat.div_(self._groups)  # first, so that a sum of rounded numbers does not overflow
+        flat.div_(self._mesh.groups)  # first, so that a sum of rounded numbers does not overflow
         sent = flat if self._short is None else flat.to(self._short)
         dist.all_reduce(sent, group=group)
         self.sent_bytes += sent.nbytes
