@@ -30,6 +30,7 @@ from tests.distributed.test_engine import (
     STEPS,
     Case,
     Weights,
+    check_near,
     gpt,
     make_batch,
     plain_blocks,
@@ -152,10 +153,8 @@ def check(found: list[Versions], expected: Versions, tolerance: float = 1e-9) ->
     for each in found:
         assert each.losses == pytest.approx(expected.losses, rel=tolerance, nan_ok=True)
         assert each.evaluated == pytest.approx(expected.evaluated, rel=tolerance)
-        for mine, theirs in ((each.model, expected.model), (each.newest, expected.newest)):
-            for name, tensor in mine.items():
-                error = (tensor - theirs[name]).norm()
-                assert error <= tolerance * theirs[name].norm().clamp(min=1e-3), name
+        check_near(each.model, expected.model, tolerance)
+        check_near(each.newest, expected.newest, tolerance)
     assert {name for each in found for name in each.model} == set(expected.model)
 
 

@@ -31,6 +31,7 @@ from tests.distributed.test_engine import (
     STEPS,
     Case,
     Weights,
+    check_near,
     gpt,
     make_batch,
     plain_blocks,
@@ -167,10 +168,8 @@ def check(found: list[Averaged], expected: Averaged, tolerance: float) -> None:
         assert each.restored
         assert each.losses == pytest.approx(expected.losses, rel=tolerance)
         assert each.evaluated == pytest.approx(expected.evaluated, rel=tolerance)
-        for mine, theirs in ((each.weights, expected.weights), (each.averages, expected.averages)):
-            for name, tensor in mine.items():
-                error = (tensor - theirs[name]).norm()
-                assert error <= tolerance * theirs[name].norm().clamp(min=1e-3), name
+        check_near(each.weights, expected.weights, tolerance)
+        check_near(each.averages, expected.averages, tolerance)
     assert {name for each in found for name in each.averages} == set(expected.averages)
 
 

@@ -303,6 +303,12 @@ def close(found: float, expected: float, tolerance: float) -> bool:
     return abs(found - expected) <= tolerance * abs(expected)
 
 
+def check_near(found: Weights, expected: Weights, tolerance: float) -> None:
+    for name, tensor in found.items():
+        error = (tensor - expected[name]).norm() / expected[name].norm().clamp(min=1e-3)
+        assert error <= tolerance, f"{name}: {error}"
+
+
 def compare(outcomes: list[Outcome], expected: Outcome, tolerance: float) -> None:
     for outcome in outcomes:
         assert all(close(*pair, tolerance) for pair in zip(outcome.losses, expected.losses)), (
@@ -311,11 +317,7 @@ def compare(outcomes: list[Outcome], expected: Outcome, tolerance: float) -> Non
         assert all(close(*pair, tolerance) for pair in zip(outcome.norms, expected.norms)), (
             outcome.norms
         )
-        for name, tensor in outcome.weights.items():
-            error = (tensor - expected.weights[name]).norm() / expected.weights[name].norm().clamp(
-                min=1e-3
-            )
-            assert error <= tolerance, f"{name}: {error}"
+        check_near(outcome.weights, expected.weights, tolerance)
     assert {name for outcome in outcomes for name in outcome.weights} == set(expected.weights)
 
 
