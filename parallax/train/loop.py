@@ -583,8 +583,8 @@ class _Run:
                 logger.note(f"step {step}: {message}")
 
     def _due(self, every: int, step: int) -> bool:
-        """Whether something that happens every so many steps happens after ``step``. With local steps it waits for the
-        end of the round."""
+        """Whether an evaluation or a checkpoint that is due after ``every`` steps happens after ``step``. With local
+        steps, it waits for the end of the round."""
         round_ = self._engine.local_steps or 1
         return every > 0 and step % round_ == 0 and step // every > (step - round_) // every
 

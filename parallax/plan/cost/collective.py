@@ -22,8 +22,8 @@ from parallax.plan.profile import ModelProfile
 def exchange_seconds(
     profile: ModelProfile, trained_bytes: float, ranks: Sequence[int], cluster: Cluster
 ) -> float:
-    """Return the seconds per step in which the replicas on ``ranks`` exchange what they have learned of
-    ``trained_bytes`` of parameters."""
+    """Return the seconds per step in which the replicas on ``ranks`` sum gradients and, with local steps, average
+    weights. They hold ``trained_bytes`` of trained parameters."""
     summed = max(
         all_reduce_seconds(trained_bytes * profile.gradient_bytes, group, cluster)
         for group in groups_of(profile, ranks)

@@ -1,4 +1,4 @@
-"""The ``replicas`` settings: when and how replicas exchange what they have learned, and over which rows BatchNorms
+"""The ``replicas`` settings: when and how replicas exchange gradients or weights, and over which rows BatchNorms
 compute statistics."""
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _OF_LOCAL = "sync_every", "groups", "outer_lr", "outer_momentum", "outer_compres
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicasConfig:
-    """``mode``: when the replicas of a stage exchange what they have learned. synchronous sums their gradients in every
-    step, which is exact. local lets each replica take steps with its own rows, and sets the weights of all replicas
-    once in a round: to their mean (local SGD), or to what an outer optimizer makes of the mean change (DiLoCo). It
-    sends fewer bytes over slow links, and reaches another loss. ``sync_every``: the steps of a round. ``groups``: the
-    number of groups of replicas that step together, such as those of one host: the replicas of a group sum their
-    gradients in every step. With auto each replica steps alone. ``outer_lr``, ``outer_momentum``: the learning rate and
-    the Nesterov momentum of the outer optimizer, SGD. With 1 and 0 all replicas take the mean; DiLoCo has 0.7 and 0.9.
-    ``outer_compress``: the form in which the changes of the weights are exchanged: none, or in half the bytes as fp16
-    or bf16.
+    """``mode``: what the replicas of a stage exchange. With synchronous, they sum their gradients in every step, which
+    is exact. With local, each replica takes the steps of a round alone, with its own rows; at the end of the round, all
+    replicas take the mean of their weights (local SGD), or an outer optimizer steps their weights by the mean change
+    (DiLoCo). This sends fewer bytes over slow links, and gives another loss. ``sync_every``: the number of steps in a
+    round. ``groups``: the number of groups of replicas that step together, such as those of one host: the replicas of a
+    group sum their gradients in every step. With auto, each replica steps alone. ``outer_lr``, ``outer_momentum``: the
+    learning rate and the Nesterov momentum of the outer optimizer, which is SGD. With 1 and 0, all replicas take the
+    mean; DiLoCo uses 0.7 and 0.9. ``outer_compress``: the number format in which the changes of the weights are
+    exchanged: none, or fp16 or bf16 for half the bytes.
 
     ``compress``: the form in which gradients are summed over the replicas of a stage. none is exact. fp16 and bf16
     halve the size of all-reduces (fp16 loses gradients below 6e-8). powersgd approximates each matrix by a product of
