@@ -149,8 +149,8 @@ def _refused(code: int) -> int:
 def _no_collection(*, own_process: bool) -> Iterator[None]:
     """A context for imports in which the garbage collector is off.
 
-    Collections would take a fifth of the import time and free almost nothing. ``own_process``: on exit, also exclude
-    all existing objects from later collections.
+    Collections would take a fifth of the import time and free almost nothing. With ``own_process``, later collections
+    also skip all objects that exist at the end of the context.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -227,7 +227,8 @@ def _parse(typed: list[str]) -> argparse.Namespace:
 def _as_setting(left: list[str]) -> str:
     """Return a hint that names the Parallax setting for an option of another trainer, such as ``--batch-size``.
 
-    ``left`` are the unknown arguments, of which the first option counts. Without a counterpart, return "".
+    ``left``: the arguments that the command does not know. Only the first option among them is looked up. The hint is
+    "" if Parallax has no such setting.
     """
     option = next((word for word in left if word.startswith("--")), "").partition("=")[0]
     if not option:

@@ -42,13 +42,14 @@ class Mesh:
     ``replicas``    averages the running statistics of BatchNorms
     ``statistics``  serves BatchNorm, loss and metrics, whose collectives run in block order, beside ``summed``
 
-    Three groups contain those replicas that sum gradients in every step: all of them, unless they take local steps.
+    Three groups contain the replicas that sum their gradients with this rank in every step. With local steps
+    (``replicas.mode=local``) these are the replicas of this rank's group, otherwise all replicas of its stage:
 
     ``summed``      reduces gradients, in the order in which they are completed
     ``updates``     uses gloo to broadcast weights whose optimizer states are offloaded, beside other collectives
     ``streamed``    reduces the gradients of offloaded parameters
 
-    Two groups contain one replica of each such group, the counterparts of this one:
+    With local steps, two more groups contain this rank and its counterpart in every other group of replicas:
 
     ``outer``       averages weights after local steps
     ``outer_host``  uses gloo, for weights whose optimizer states are offloaded
@@ -86,7 +87,8 @@ class Mesh:
 
     @classmethod
     def create(cls, plan: Plan, device: torch.device, shared: Mapping[str, Sequence[int]]) -> Mesh:
-        """Create the groups and select ``device``. Every rank calls this method with the same plan.
+        """Return this rank's mesh, with new process groups, and select ``device``. Every rank calls this method with
+        the same plan.
 
         ``shared`` maps each parameter that several stages hold to the pipeline ranks that hold it.
         """
@@ -241,7 +243,11 @@ class Mesh:
 
 
 def _holders(plan: Plan, holders: Sequence[int]) -> list[list[int]]:
-    """Return lists of ranks, each of which sums the gradients of a parameter of the pipeline ranks ``holders``."""
+    """Return the groups of ranks that sum the gradients of a parameter which the pipeline ranks ``holders`` share.
+
+    A group has the corresponding replicas of all ``holders``. There is one group if all replicas sum their gradients in
+    every step, and several groups with local steps.
+    """
     held = [_divided(plan, holder) for holder in holders]
     return [[rank for each in groups for rank in each] for groups in zip(*held)]
 

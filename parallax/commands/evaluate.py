@@ -140,7 +140,7 @@ def _as_rank(parsed: argparse.Namespace, watch: Watch) -> int:
 
 
 def _report(parsed: argparse.Namespace, found: EvaluatedRun) -> None:
-    """Write and print the figures."""
+    """Write the figures of an evaluation to a JSON file, and print them as a table or, with ``--json``, as JSON."""
     path = parsed.out or figures_path(found.job)
     found.write(path)
     if parsed.json:

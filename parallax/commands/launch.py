@@ -187,8 +187,11 @@ def _unnamed(overrides: Sequence[str]) -> list[str]:
 
 
 def _trained(overrides: Sequence[str], config: RunConfig) -> list[str]:
-    """Return the settings for the ranks. They omit the catalog cluster, because ranks find their own devices, but keep
-    the cluster's memory budget."""
+    """Return the overrides for the ranks of the job.
+
+    They are ``overrides`` without the run's name. If ``config`` has a catalog cluster, the settings of the cluster are
+    replaced by its memory budget alone, because ranks find their own devices.
+    """
     others = _unnamed(overrides)
     if not isinstance(config.cluster, CatalogClusterConfig):
         return others

@@ -95,8 +95,11 @@ def trusting(class_paths: Mapping[str, str]) -> Callable[[Path, Mapping[str, str
 
 
 def with_schedule(plan: Plan, file: Path, class_paths: dict[str, str]) -> Plan:
-    """Return ``plan``, which was read from ``file``, with its schedule imported. If the schedule is a user's function,
-    it is imported only if its class path is on the command line (:mod:`parallax.common.trust`)."""
+    """Return ``plan``, which was read from ``file``, with the object of its schedule.
+
+    If the schedule is a user's function, it is imported. Raises :class:`ConfigError` unless ``class_paths``, the class
+    paths on the command line, contain the function (:mod:`parallax.common.trust`).
+    """
     key, typed, name = "plan.schedule", class_paths.get("plan.schedule", ""), plan.schedule.name
     if name in SCHEDULES or ":" in name:
         if typed not in ("", name):
@@ -191,7 +194,7 @@ def print_json(data: Any) -> None:
 
 
 def price_per_hour(cluster: Cluster) -> float:
-    """Return the price per hour of all devices; 0 if prices are unknown."""
+    """Return the price per hour of all devices of the cluster; 0 if prices are unknown."""
     return sum(device.price_per_hour for device in cluster.devices)
 
 
@@ -216,8 +219,8 @@ def plan_file(path: Path) -> Path:
 
 def read_plan(path: Path, class_paths: dict[str, str]) -> tuple[Plan, Inputs]:
     """Return the plan at ``path`` (a plan file, a run directory or the name of a run), with its schedule imported, and
-    the :class:`Inputs` from which it was made. ``class_paths``: the class paths on the command line, which a user's
-    schedule must be among."""
+    the :class:`Inputs` from which it was made. ``class_paths``: the class paths on the command line. Raises
+    :class:`ConfigError` for a schedule that is a user's function and is not among them."""
     file = plan_file(path)
     plan, inputs = Plan.load(file), Inputs.load(inputs_path(file))
     inputs.check(plan)

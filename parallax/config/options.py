@@ -30,7 +30,8 @@ class OptionFolders:
 
     @classmethod
     def of(cls, overrides: Sequence[str] = ()) -> tuple[OptionFolders, list[str]]:
-        """Return Parallax's folder and the folders that ``overrides`` add, and the overrides that add no folders."""
+        """Return two results: the folders of option files, which are Parallax's own and those that ``overrides`` add,
+        and the list of all other overrides."""
         added = [word for word in overrides if adds_folders(word)]
         folders = (_folder(), *(folder for word in added for folder in _folders(word)))
         return cls(folders, _versions(folders)), [
@@ -39,7 +40,7 @@ class OptionFolders:
 
     @functools.cached_property
     def groups(self) -> dict[str, list[str]]:
-        """{group: names of its option files}."""
+        """A dict from the name of each configuration group to the names of its option files."""
         found: dict[str, set[str]] = {}
         for folder in self.folders:
             for group in sorted(path for path in folder.iterdir() if path.is_dir()):

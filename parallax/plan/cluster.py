@@ -122,11 +122,12 @@ class Device:
 class Node:
     """One host with its devices.
 
-    ``concurrent`` is the number of devices that can compute at full speed together. It is smaller than the number of
-    devices if CPU ranks share cores. The remaining fields are measurements. An empty tuple means not measured.
+    ``concurrent`` is the number of devices that can compute at full speed together; it is smaller than the number of
+    devices if CPU ranks share cores. The remaining fields are measurements; an empty tuple means not measured.
 
-    ``speeds[k − 1]``          speed of each of k devices that compute at once. It decreases with k even if each device
-                               has its own cores, because devices also share memory bandwidth.
+    ``speeds[k − 1]``          speed of each of k devices that compute at once, relative to one device alone. It
+                               decreases with k even if each device has its own cores, because devices share memory
+                               bandwidth.
     ``sum_seconds[k − 1]``     seconds of an all-reduce of a few numbers between k devices that have just computed. Each
                                step ends with such an all-reduce.
     ``reduce_seconds[k − 1]``  seconds per byte of gradients in an all-reduce between k devices
@@ -140,7 +141,8 @@ class Node:
     reduce_seconds: tuple[float, ...] = ()
 
     def speed(self, computing: int) -> float:
-        """Return the speed of each device if ``computing`` devices compute at once."""
+        """Return the speed of each device if ``computing`` devices compute at once, relative to the speed of one device
+        alone."""
         if self.speeds:
             known = self.speeds[min(computing, len(self.speeds)) - 1]
             return known * min(1.0, len(self.speeds) / computing)
@@ -148,7 +150,8 @@ class Node:
 
     @property
     def capacity(self) -> float:
-        """Return the largest total speed that the node's devices reach when several compute at once."""
+        """Return the largest total speed that the node's devices reach when several compute at once, relative to the
+        speed of one device alone."""
         return max(count * self.speed(count) for count in range(1, len(self.devices) + 1))
 
 
@@ -262,10 +265,8 @@ class Cluster:
         return replace(device, write=write, read=read)
 
     def agreement_seconds(self, count: int) -> float:
-        """Return the seconds of an all-reduce of a few numbers between the first ``count`` devices.
-
-        It is the largest measurement of any node, or 0 if there is none.
-        """
+        """Return the seconds of an all-reduce of a few numbers between the first ``count`` devices: the largest
+        measurement of any of their nodes, or 0 if there is none."""
         found = 0.0
         for node in self.nodes:
             here = min(count, len(node.devices), len(node.sum_seconds))

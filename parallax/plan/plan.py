@@ -135,7 +135,7 @@ class RankPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePrediction:
-    """The prediction for one pipeline rank. It describes the rank that needs the most memory.
+    """The prediction for one pipeline rank, for the replica that needs the most memory.
 
     ``memory`` has the bytes of each kind of data at the memory peak
     (:meth:`parallax.plan.cost.stage.StageLoad.memory`). ``seconds`` divides the seconds of a step into forward,
@@ -269,7 +269,7 @@ class Pipeline:
         return sum(stage.replicas for stage in self.stages[: self.pipeline_ranks])
 
     def micro_batches(self, rows: int) -> int:
-        """Return the number of micro-batches of a batch of ``rows`` rows. It is at most ``rows``."""
+        """Return the number of micro-batches, at most ``rows``, into which a batch of ``rows`` rows is divided."""
         return min(rows, micro_batch_count(rows, self.microbatch))
 
     def pipeline_rank(self, stage: int) -> int:
@@ -367,10 +367,10 @@ class Plan(Pipeline):
     ``fingerprint``    hash of the model, equal to that of the profile (:class:`~parallax.plan.profile.ModelProfile`)
     ``gather_loss``    the last stage gathers the outputs of all micro-batches and replicas and computes one loss of the
                        whole batch; otherwise each micro-batch of each replica has its own loss
-    ``local_steps``    the steps that each replica takes by itself between two exchanges of weights; 0 if replicas sum
-                       their gradients in every step
-    ``local_groups``   the groups of replicas that do so together, summing their gradients in every step; 0 if each
-                       replica does so alone
+    ``local_steps``    number of steps of a round of local steps, after which replicas exchange weights; 0 if replicas
+                       sum their gradients in every step
+    ``local_groups``   with local steps, number of groups of replicas; the replicas of a group sum their gradients in
+                       every step. 0 if each replica steps alone
     ``exchanged_bytes``  with local steps, the bytes per step that a replica of the pipeline exchanges with the others
     ``updates``        whether gradients are those of the newest weights, or of weights one version older, which every
                        stage holds beside the newest
@@ -490,7 +490,7 @@ class Plan(Pipeline):
                 )
 
     def summing(self, stage: int) -> int:
-        """Return how many replicas of ``stage`` sum their gradients in every step."""
+        """Return how many replicas of ``stage`` sum their gradients with each other in every step."""
         return summing(self.stages[stage].replicas, self.local_steps, self.local_groups)
 
     @property
@@ -606,10 +606,7 @@ class Plan(Pipeline):
         return cls.from_dict(data)
 
     def decisions(self) -> dict[str, Any]:
-        """Return the fields that the runtime executes.
-
-        They are equal for plans that differ only in their predictions.
-        """
+        """Return the fields that the runtime executes: all except the predictions."""
         names = (
             "task",
             "fingerprint",

@@ -204,8 +204,11 @@ class Utilization:
 
 
 def summing(replicas: int, local_steps: int, local_groups: int) -> int:
-    """Return how many of ``replicas`` replicas sum their gradients in every step: all of them or, with local steps,
-    those of one of ``local_groups`` groups. With 0 groups each replica steps alone."""
+    """Return how many of ``replicas`` replicas sum their gradients with each other in every step.
+
+    Without local steps (``local_steps`` is 0) these are all replicas. With local steps they are the replicas of one of
+    ``local_groups`` equal groups; with 0 groups, each replica steps alone, and the result is 1.
+    """
     if not local_steps:
         return replicas
     return replicas // local_groups if local_groups else 1
@@ -228,10 +231,10 @@ class ModelProfile:
     ``master_bytes``       bytes of full-precision copies per byte of trained parameters; 0.0 if the parameters
                            themselves are in full precision
     ``divides``            whether the optimizer may step a part of a parameter
-    ``local_steps``        the steps that each replica takes by itself between two exchanges of weights; 0 if replicas
-                           sum their gradients in every step
-    ``local_groups``       groups of replicas that step alone; 0 if each replica does
-    ``synced_bytes``       bytes of such an exchange per byte of trained parameters
+    ``local_steps``        number of steps of a round of local steps, after which replicas exchange weights; 0 if
+                           replicas sum their gradients in every step
+    ``local_groups``       with local steps, number of groups of replicas; 0 if each replica steps alone
+    ``synced_bytes``       bytes of one exchange of weights per byte of trained parameters
     ``gathered_rows``      number of rows over which one loss is computed per step; 0 if each micro-batch has its own
                            loss
     ``freeing_slowdown``   factor by which computing slows down if the allocator returns freed memory to the system at
@@ -345,7 +348,8 @@ class ModelProfile:
 
     @property
     def utilization(self) -> Utilization:
-        """Return the operations of a row in all blocks together with the peak of the device."""
+        """Return an object that computes the model FLOP utilization, from the operations of all blocks for a row and
+        the peak of the device."""
         flops = sum(block.flops_per_row for block in self.blocks)
         return Utilization(flops, self.peak_flops, self.peak_source)
 
@@ -355,8 +359,8 @@ class ModelProfile:
         return (*self.ties, *self.frozen_ties)
 
     def summing(self, replicas: int) -> int:
-        """Return how many of ``replicas`` replicas sum their gradients in every step, and can share optimizer
-        states."""
+        """Return how many of ``replicas`` replicas sum their gradients with each other in every step (:func:`summing`).
+        Only these replicas can share optimizer states."""
         return summing(replicas, self.local_steps, self.local_groups)
 
     def unique_parameter_bytes(self, blocks: Sequence[int]) -> int:

@@ -43,7 +43,8 @@ def replica_rows(rows: int, replicas: int, replica: int) -> Interval:
 
 
 def overlap(a: Interval, b: Interval) -> Interval:
-    """Return the intersection of two intervals of rows. It is empty if its start is not less than its end."""
+    """Return the intersection of two intervals of rows. The intersection is empty if its start is not less than its
+    end."""
     return max(a[0], b[0]), min(a[1], b[1])
 
 

@@ -1,4 +1,5 @@
-"""When an optimizer step becomes the weights of the model."""
+"""The setting ``trainer.updates``: whether gradients are computed with the newest weights or with weights that are one
+step older."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from enum import StrEnum
 
 
 class Updates(StrEnum):
-    """The gradient that a step uses: that of the newest weights, or that of weights one version older."""
+    """Whether the gradient of a step is that of the newest weights (synchronous), or that of the weights before the
+    last update (delayed)."""
 
     SYNCHRONOUS = "synchronous"
     DELAYED = "delayed"

@@ -24,9 +24,10 @@ from parallax.plan.cluster import Device
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """The bytes that the allocator of one rank loses, as a function of the rank's transient bytes.
+    """The bytes that the allocator of one rank loses to rounding and to gaps between tensors.
 
-    Transient bytes are one number, or an array of them.
+    They depend on the rank's transient bytes: the bytes of tensors that are freed and allocated again in each step.
+    Methods accept one number of transient bytes or, where the annotation is Any, an array.
     """
 
     share: float
@@ -35,30 +36,35 @@ class Gaps:
 
     @staticmethod
     def of(device: Device, tensor_bytes: float) -> Gaps:
-        """Return the gaps on ``device`` if the largest tensor between two blocks has ``tensor_bytes``."""
+        """Return the function of lost bytes on ``device`` if the largest tensor between two blocks has
+        ``tensor_bytes``."""
         return Gaps(
             device.gap_share, math.ceil(device.gap_tensors * tensor_bytes), device.gap_limit
         )
 
     @staticmethod
     def together(gaps: Iterable[Gaps]) -> Gaps:
-        """Return the gaps of a rank with several stages, which reuse each other's freed memory."""
+        """Return the gaps of a rank with several stages: those of the stage that may lose the most bytes, because the
+        stages reuse each other's freed memory."""
         return max(gaps, key=lambda each: each.most)
 
     def lost(self, transient: float) -> int:
-        """Return the bytes that are lost beside ``transient`` bytes."""
+        """Return the bytes that the allocator loses on a rank with ``transient`` bytes."""
         return math.ceil(self.share * transient + min(self.most, self.limit * transient))
 
     def lost_each(self, transient: Any) -> Any:
-        """Return :meth:`lost` for each entry of an array."""
+        """Return the bytes that :meth:`lost` returns, for each entry of the array ``transient``."""
         return np.ceil(self.share * transient + np.minimum(self.most, self.limit * transient))
 
     def capacity(self, free: Any) -> Any:
-        """Return the most transient bytes that a rank may have so that they and the lost bytes fit ``free`` bytes."""
+        """Return the largest number of transient bytes that, with the bytes lost to gaps, fits into ``free`` bytes."""
         limited = free / (1 + self.share + self.limit)
         return np.maximum((free - self.most) / (1 + self.share), limited)
 
     def more(self, transient: Any, spare: Any) -> Any:
-        """Return the further transient bytes that fit ``spare`` bytes beside ``transient`` ones."""
+        """Return by how many bytes the transient bytes may grow if ``spare`` bytes of memory are free.
+
+        The rank has ``transient`` bytes now. The additional bytes that are lost to gaps are taken from ``spare``, too.
+        """
         lost = self.share * transient + np.minimum(self.most, self.limit * transient)
         return self.capacity(transient + lost + spare) - transient

@@ -22,8 +22,8 @@ from parallax.plan.profile import ModelProfile
 def exchange_seconds(
     profile: ModelProfile, trained_bytes: float, ranks: Sequence[int], cluster: Cluster
 ) -> float:
-    """Return the seconds per step in which the replicas on ``ranks`` sum gradients and, with local steps, average
-    weights. They hold ``trained_bytes`` of trained parameters."""
+    """Return the seconds per step that the replicas on ``ranks`` need to sum gradients and, with local steps, to
+    average weights. ``trained_bytes``: the bytes of their trained parameters."""
     summed = max(
         all_reduce_seconds(trained_bytes * profile.gradient_bytes, group, cluster)
         for group in groups_of(profile, ranks)
@@ -40,11 +40,11 @@ def groups_of(profile: ModelProfile, ranks: Sequence[int]) -> list[Sequence[int]
 def averaging_parts(
     profile: ModelProfile, trained_bytes: float, ranks: Sequence[int], cluster: Cluster
 ) -> tuple[float, float]:
-    """Return the part of one step in the seconds that the average of weights at the end of a round takes inside the
-    nodes, and between the nodes.
+    """Return the seconds per step that averaging the weights takes inside the nodes, and the seconds between the nodes.
 
-    Each replica of a group averages a part of the weights with its counterparts in the other groups, which is an
-    all-reduce over one replica of each group, and gives it to its own group.
+    Weights are averaged once per round of local steps, so each number is the seconds of one average divided by the
+    steps of a round; both are 0 without local steps. Each replica of a group all-reduces a part of the weights with its
+    counterparts in the other groups, and then sends the result to the replicas of its own group.
     """
     if not profile.local_steps:
         return 0.0, 0.0
@@ -78,10 +78,8 @@ def all_reduce_parts(count: float, ranks: Sequence[int], cluster: Cluster) -> tu
 
 
 def _inside(count: float, members: int, cluster: Cluster, node: int) -> float:
-    """Return the seconds of an all-reduce of ``count`` bytes between ``members`` devices of a node.
-
-    They follow from the node's measurements if there are any, otherwise from the link.
-    """
+    """Return the seconds of an all-reduce of ``count`` bytes between ``members`` devices of a node: computed from the
+    node's measurements if there are any, otherwise from the link."""
     if measured := cluster.nodes[node].reduce_seconds:
         byte = measured[min(members, len(measured)) - 1]
         return 2 * (members - 1) * cluster.local.latency_seconds + count * byte
@@ -108,6 +106,6 @@ def link_among(ranks: Sequence[int], cluster: Cluster) -> Link:
 def _half_ring(count: float, members: int, link: Link) -> float:
     """Return the seconds of a reduce-scatter or an all-gather of ``count`` bytes over ``members`` ranks.
 
-    It consists of ``members`` − 1 messages, one after another, each of 1/``members`` of the bytes.
+    The time is that of ``members`` − 1 messages, one after another, each with 1/``members`` of the bytes.
     """
     return (members - 1) * (link.latency_seconds + count / members / link.bytes_per_second)

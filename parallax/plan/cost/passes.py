@@ -49,10 +49,8 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Rise:
-    """The change of a rank's memory by a pass through a stage.
-
-    It is the largest increase during the pass, and the increase that is left at the end.
-    """
+    """The change of a rank's memory by one pass through a stage: ``most`` is the largest increase during the pass, and
+    ``left`` the increase that remains at its end. A decrease is negative."""
 
     most: Bytes
     left: Bytes
@@ -167,11 +165,8 @@ class Passes:
         return Rise(most, now)
 
     def _change(self, kind: Kind, index: int, block: BlockLoad) -> tuple[int, int]:
-        """Return the bytes that the pass of block ``index`` adds to the saved activations, and how many of them the
-        loss has saved.
-
-        A number is negative if the pass frees bytes.
-        """
+        """Return by how many bytes the pass of block ``index`` changes the saved activations, and the part of this
+        change that the loss has saved. A decrease is negative."""
         if kind is Kind.FORWARD:
             return block.kept_bytes, block.loss_bytes
         if kind is Kind.BACKWARD_WEIGHT:

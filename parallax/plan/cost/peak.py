@@ -60,8 +60,8 @@ def with_kept(
 
 
 def bytes_above_budget(terms: dict[str, int], device: Device, work_bytes: int) -> int:
-    """Return the bytes by which a rank's peak would exceed its budget if the allocator kept freed memory; below 0 if it
-    fits.
+    """Return by how many bytes a rank's peak would exceed its budget if the allocator kept freed memory for reuse;
+    negative if the peak fits.
 
     ``terms`` are the bytes of the peak by term, without the freed memory (see :func:`with_kept`).
     """

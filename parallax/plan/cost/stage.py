@@ -112,7 +112,7 @@ class StageLoad:
     def update_seconds(self) -> float:
         """Return the seconds that the optimizer's step adds to a training step.
 
-        They include the time that the next forward waits for transfers of offloaded states.
+        The time that the next forward waits for transfers of offloaded states is included.
         """
         return self.states.update_seconds + self.waiting_seconds([self])
 
@@ -154,9 +154,10 @@ class StageLoad:
 
     @property
     def reused_bytes(self) -> int:
-        """Return the workspace of the block that needs the largest, without offloaded activations.
+        """Return the workspace bytes of the block that needs the most, without the activations that it offloads.
 
-        These are freed once, when they are written, as the swap limit counts them.
+        During a forward, activations that will be offloaded are part of the workspace. They are left out because they
+        count towards the swap limit.
         """
         return max(
             max(block.forward_work - block.moved_bytes, block.backward_work)
@@ -198,7 +199,7 @@ class StageLoad:
         return self.static_bytes + passing + self.gaps.lost(passing)
 
     def passing_bytes(self, in_flight: int, swap_limit: int) -> int:
-        """Return the bytes in :meth:`memory` that are held only for a part of the step."""
+        """Return the transient bytes in :meth:`memory`, which are held only for a part of the step."""
         return self.boundary_bytes + self.work_bytes + in_flight * self.kept_bytes + swap_limit
 
 
@@ -225,12 +226,13 @@ def rank_memory(stages: Sequence[tuple[StageLoad, int, int]]) -> dict[str, int]:
 
 
 def rank_gaps(loads: Iterable[StageLoad]) -> Gaps:
-    """Return the gaps of a rank with the stages ``loads``."""
+    """Return the bytes that a rank with the stages ``loads`` loses to gaps in its allocator, as a function of its
+    transient bytes."""
     return Gaps.together(load.gaps for load in loads)
 
 
 def passing_bytes(terms: dict[str, int]) -> int:
-    """Return the bytes in ``terms`` (:func:`rank_memory`) that are held only for a part of the step."""
+    """Return the transient bytes in ``terms`` (:func:`rank_memory`), which are held only for a part of the step."""
     return sum(terms[term] for term in PASSING)
 
 

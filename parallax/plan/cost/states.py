@@ -143,7 +143,8 @@ class Sizes(NamedTuple):
         return math.floor(self.offloadable * share)
 
     def most_trained(self, part: int) -> int:
-        """Return an upper bound on the trained bytes in ``part`` bytes of parameters that can be offloaded."""
+        """Return an upper bound on the bytes of trained parameters among ``part`` bytes of parameters that can be
+        offloaded."""
         return min(part, self.offloadable_trained)
 
     def least_trained(self, part: int) -> int:
@@ -331,7 +332,7 @@ def _rewriting_bytes(
 ) -> int:
     """Return the additional bytes in the offload tier because new data is written before old data is freed.
 
-    They are the bytes of one block or, if these are more, of the ``visiting`` parameters and gradients that are on the
+    These are the bytes of one block or, if larger, ``visiting``: the bytes of parameters and gradients that are on the
     device at one time. If the stage has offloaded parameters (``streamed`` bytes), the two buckets of ``bucket`` bytes
     in which replicas sum gradients are added.
     """

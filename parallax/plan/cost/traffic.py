@@ -19,8 +19,9 @@ Floats = NDArray[np.float64]
 def buffer_bytes(largest: Any, moved: Any) -> Any:
     """Return the smallest swap limit, in bytes, with which reads overlap with compute.
 
-    It is the bytes of two blocks (the current and the next one), each with ``largest`` bytes, or all ``moved`` bytes if
-    these are fewer. With a smaller limit, a backward waits for the read of each offloaded block.
+    The limit is twice ``largest``, the bytes of the largest offloaded block, so that the current and the next block
+    fit. If all ``moved`` bytes of a micro-batch are fewer, the limit is ``moved``. With a smaller limit, a backward
+    waits for the read of each offloaded block.
     """
     return np.minimum(2 * largest, moved)
 

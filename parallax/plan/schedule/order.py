@@ -19,10 +19,8 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Order:
-    """The forwards and backwards of one pipeline rank, as three columns of equal length.
-
-    They are the kind (an index into ``COMPUTE``), the stage and the micro-batch of each action.
-    """
+    """The forwards and backwards of one pipeline rank, as three columns of equal length: the kind (an index into
+    ``COMPUTE``), the stage and the micro-batch of each action."""
 
     kinds: Numbers
     stages: Numbers

@@ -26,11 +26,11 @@ def with_ample_memory(
 ) -> tuple[Pipeline, Forecast]:
     """Return ``pipeline`` and its ``forecast``, changed so that more allocators can keep freed memory.
 
-    Only pipeline ranks whose allocator would have to return freed memory at once are changed. Their swap limits are
-    reduced. If they offload nothing, more of their blocks are recomputed instead. A change is accepted if the allocator
-    can then keep freed memory and the step does not take longer. Swap limits are first reduced so far that a fifth of
-    the budget is free. If that is not accepted, they are reduced only so far that the allocator can keep its freed
-    blocks. Blocks are recomputed only until the allocator can keep its freed blocks.
+    Only pipeline ranks whose allocator would have to return freed memory to the system at once are changed. The swap
+    limits of such a rank are reduced or, if it offloads nothing, more of its blocks are recomputed. A change is
+    accepted if the allocator can then keep freed memory and the step does not take longer. Swap limits are first
+    reduced so far that a fifth of the budget is free. If that is not accepted, they are reduced only so far that the
+    allocator can keep its freed blocks. Blocks are recomputed only until the allocator can keep its freed blocks.
     """
     for pipeline_rank in range(pipeline.pipeline_ranks):
         ranks = pipeline.ranks(pipeline_rank)
@@ -65,11 +65,10 @@ def _limit(stage: StagePlan) -> int:
 def _with_less(
     profile: ModelProfile, pipeline: Pipeline, pipeline_rank: int, less: float
 ) -> tuple[StagePlan, ...]:
-    """Return the stages of ``pipeline``, changed so that the activations of ``pipeline_rank`` need fewer bytes, by
-    ``less``.
+    """Return the stages of ``pipeline``, changed so that the activations of ``pipeline_rank`` need ``less`` fewer
+    bytes, or as few as possible.
 
-    Swap limits are reduced. If nothing is offloaded but some blocks are recomputed, more blocks are recomputed. If that
-    many bytes cannot be saved, as many as possible are saved.
+    Swap limits are reduced. If nothing is offloaded but some blocks are recomputed, more blocks are recomputed.
     """
     mine, stages = pipeline.stages_of(pipeline_rank), pipeline.stages
     limit = sum(_limit(stages[stage]) for stage in mine)

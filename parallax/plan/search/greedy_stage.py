@@ -252,9 +252,7 @@ class GreedyStages:
         return self._least[content]
 
     def _content(self, parts: tuple[Part, ...]) -> Content:
-        """Return a key of the pipeline rank whose stages are ``parts``. Keys are equal only for pipeline ranks of equal
-        costs.
-        """
+        """Return a cache key for the pipeline rank whose stages are ``parts``. Equal keys mean equal costs."""
         blocks = tuple(
             (self._chain.kinds[start:stop].tobytes(), in_flight) for start, stop, in_flight in parts
         )

@@ -391,10 +391,8 @@ class Request:
         return self.profile.blocks[-1].gathered_seconds / self._fastest
 
     def ramp(self, shape: Shape) -> float:
-        """Return the time to fill and drain the pipeline.
-
-        It is a fraction of the seconds per micro-batch of all pipeline ranks except the slowest.
-        """
+        """Return the time to fill and drain the pipeline, as a fraction of the seconds per micro-batch of all pipeline
+        ranks except the slowest."""
         return shape.schedule.ramp.left(self._weight_share, shape.interleave)
 
     def score(self, shape: Shape, slowest: float, total: float, tail: float, work: float) -> Score:
@@ -456,10 +454,8 @@ class Request:
         )
 
     def _find_device(self, first: int, stop: int) -> Device:
-        """Return the device to plan a stage for that runs on devices ``first`` to ``stop`` − 1 of this order.
-
-        Its memory, offload tier and speed are the smallest of these devices.
-        """
+        """Return a device that stands for the devices ``first`` to ``stop`` − 1 of this order, on which a stage runs:
+        its memory, offload tier and speed are the smallest of these devices."""
         kinds = list(dict.fromkeys(self.devices[first:stop]))
         tightest = min(kinds, key=lambda device: device.memory_bytes - device.fixed_bytes)
         return replace(

@@ -236,10 +236,10 @@ def evident_factors(
 
 
 def _update(spans: Iterable[Span]) -> Busy:
-    """Return the seconds of an update without waits, as the median over the steps.
+    """Return the seconds of an optimizer update without waits, as the median over the steps.
 
-    In each step the shortest update of any rank counts. It belongs to the rank that begins its update last and so does
-    not wait for others.
+    In each step the shortest update of any rank is used: that of the rank that begins its update last, and so waits for
+    no other rank.
     """
     steps: defaultdict[int, list[float]] = defaultdict(list)
     for span in spans:

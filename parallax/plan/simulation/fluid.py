@@ -31,7 +31,7 @@ _ALONE = -1  # the number of announcements of work without a resource
 
 @dataclass(eq=False, slots=True)
 class Signal:
-    """An event that occurs once. It then resumes the coroutines in ``waiting`` and calls ``then``."""
+    """An event that occurs once, and then resumes the coroutines in ``waiting`` and calls ``then``."""
 
     done: bool = False
     waiting: list[Routine] = field(default_factory=list)

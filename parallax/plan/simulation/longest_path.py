@@ -70,7 +70,7 @@ class Timeline:
     def span_seconds(self) -> float:
         """Return the longest time of any pipeline rank from its first start to its last end.
 
-        It is the step time if pipeline ranks start the next step without waiting for each other.
+        This is the step time if pipeline ranks start the next step without waiting for each other.
         """
         return float((self.end - self.begin).max())
 

@@ -28,7 +28,8 @@ def at_once() -> Routine:
 
 
 class Core:
-    """The compute of one rank, a share of its node's cores. It is slower while the rank's links transfer bytes."""
+    """The compute of one rank, which has a share of its node's cores and is slower while the rank's links transfer
+    bytes."""
 
     def __init__(self, simulator: Simulator, cores: Resource, loss: float) -> None:
         self._simulator, self._cores, self._loss = simulator, cores, loss
@@ -55,7 +56,7 @@ class Core:
 
 
 class _Message:
-    """A message in transit. It is not a coroutine, because a simulation has hundreds of thousands of messages."""
+    """A message in transit; not a coroutine, because a simulation has hundreds of thousands of messages."""
 
     __slots__ = ("_arrived", "_cores", "_latency", "_left", "_simulator")
 
@@ -142,7 +143,11 @@ class Network:
         yield from self._together(ranks, *all_reduce_parts(count, ranks, self._cluster))
 
     def average(self, profile: ModelProfile, ranks: Sequence[int], trained_bytes: int) -> Routine:
-        """Simulate the part of one step in the exchange of weights at the end of a round of local steps."""
+        """Simulate the averaging of weights over the replicas on ``ranks``, with local steps.
+
+        Weights are averaged once per round. So the links are occupied for the seconds of one average divided by the
+        steps of a round.
+        """
         parts = averaging_parts(profile, trained_bytes, ranks, self._cluster)
         yield from self._together(ranks, *parts)
 

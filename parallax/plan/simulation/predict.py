@@ -409,11 +409,11 @@ def _update_seconds(
     loads: Mapping[int, StageLoad],
     hidden: bool,
 ) -> float:
-    """Return the seconds of the optimizer's step, including the broadcast of new parameters if states are sharded, and
-    with local steps the part of one step in the exchange of weights.
+    """Return the seconds of the optimizer's step on one pipeline rank.
 
-    ``loads`` has the cost of each stage of the pipeline rank. With ``hidden``, the time that the next forward waits for
-    transfers of offloaded states is left out.
+    The seconds include the broadcast of new parameters if states are sharded and, with local steps, the seconds of one
+    average of the weights divided by the steps of a round. ``loads`` has the cost of each stage of the pipeline rank.
+    With ``hidden``, the time that the next forward waits for transfers of offloaded states is left out.
     """
     ranks = pipeline.ranks(pipeline_rank)
     first = groups_of(profile, ranks)[0]
@@ -428,10 +428,8 @@ def _update_seconds(
 
 
 def _gathering_seconds(cluster: Cluster, pipeline: Pipeline, last: StageLoad) -> float:
-    """Return the seconds of a loss over all rows, if there is one.
-
-    They include sending the outputs among the replicas of the last stage, and computing the loss.
-    """
+    """Return the seconds of sending the outputs among the replicas of the last stage and of computing one loss over all
+    rows; 0 if each micro-batch has its own loss."""
     ranks = pipeline.ranks(pipeline.pipeline_rank(len(pipeline.stages) - 1))
     return last.gathered_seconds + all_reduce_seconds(last.gathered_bytes, ranks, cluster)
 

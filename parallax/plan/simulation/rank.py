@@ -362,10 +362,10 @@ class Rank:
                 yield network.meet(gate, len(ranks), reduction)
 
     def _update_ahead(self) -> Routine:
-        """Transfer offloaded states stage by stage while the forward runs.
+        """Transfer offloaded optimizer states between the device and the tier, stage by stage, while the forward runs.
 
-        These transfers belong to the update of the previous step. Only one step is simulated, so they stand for the
-        transfers that the simulated step would cause in the next one.
+        In a run these transfers belong to the update of the previous step. Only one step is simulated, so this step
+        contains the transfers that its own update would cause in the next step.
         """
         simulator, tier = self._world.network.simulator, self._world.network.tier(self.rank)
         for stage, updated in self._updated.items():

@@ -85,7 +85,7 @@ class SimulatedSwap:
         self._pump()
 
     def bring(self, key: Key) -> Routine:
-        """Wait until a block's activations are on the device. They cannot be evicted afterwards."""
+        """Wait until a block's activations are on the device, where they then stay until :meth:`release`."""
         held = self._held.pop(key)
         start = self._simulator.now
         if held.state == "queued":
