@@ -92,7 +92,7 @@ class BucketWeights(Protocol):
         """
 
     def reduced(self) -> None:
-        """Begin to copy the gradients to the host. They do not change any more before the step."""
+        """Begin to copy the gradients, which are final, to the host."""
 
     def commit(self, unused: Event) -> None:
         """Prepare for the optimizer step that begins now.
@@ -235,7 +235,8 @@ class CopiedWeights:
         return self._master if self._dtype is not self.segments[0].parameter.dtype else []
 
     def reduced(self) -> None:
-        """Begin to copy the gradients to the host, if this replica steps them. The copies overlap with the backward."""
+        """Begin to copy the gradients to the host, if this replica steps the weights. The copies overlap with the
+        backward."""
         if not self._owned:
             return
         pairs = [

@@ -44,8 +44,11 @@ RECENT = 25  # steps whose spans are kept, among which is the step of median len
 
 
 def typical_seconds(seconds: Sequence[float], local_steps: int) -> float:
-    """Return the median of the ``seconds`` of steps. With rounds of ``local_steps``, of which only the last step
-    exchanges weights, it is the median over rounds of their mean step."""
+    """Return the typical duration of a step, in seconds: the median of ``seconds``.
+
+    With ``local_steps``, only the last step of a round exchanges weights. So the result is then the median, over the
+    rounds, of the mean duration of a round's steps.
+    """
     rounds = len(seconds) // local_steps if local_steps else 0
     if not rounds:
         return statistics.median(seconds)

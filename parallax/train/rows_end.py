@@ -49,9 +49,8 @@ class RowsEnd:
         return None
 
     def refuse(self, step: int) -> None:
-        """Raise :class:`DataError` on all ranks if the rows must not end after ``step``. This is so if no step was
-        done, if only some ranks have reached the end, or if the source raised an IndexError. Call this method after the
-        step has been saved."""
+        """Raise :class:`DataError` on all ranks if no step was done, if only some ranks have reached the end of their
+        rows, or if the source raised an IndexError. Call this method after ``step``, the last step, has been saved."""
         mistakes = self._count(bool(self._mistake))
         if not self.everywhere or mistakes or not step:
             self._refuse(step, mistakes > 0)

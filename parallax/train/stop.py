@@ -82,8 +82,11 @@ class Requested:
 
 
 class Drifted:
-    """The step times differ from the plan's prediction, or a rank stays slow. ``evaluate()`` returns a message about
-    it, or "" if neither is so. If the reason ``ends`` the run, the run resumes under another plan."""
+    """A reason to end the run: the step times differ from the plan's prediction, or a rank stays slow.
+
+    ``evaluate()`` returns a message if this is so, otherwise "". With ``ends``, the run ends for this reason, and then
+    resumes under another plan; otherwise the reason is only reported.
+    """
 
     name, then = "drift", "another plan continues from here"
 
@@ -94,7 +97,7 @@ class Drifted:
         return 0
 
     def verdict(self) -> str:
-        """Evaluate all steps so far; return why the run should end, or an empty string."""
+        """Return the message of ``evaluate()`` about all steps so far; empty if there is no reason to end."""
         return self._evaluate()
 
     def summary_entries(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:  # noqa: ARG002
@@ -105,7 +108,7 @@ class Drifted:
 def drift(seconds: Sequence[float], predicted: float, local_steps: int = 0) -> str:
     """Return a message if the measured steps show that the prediction is wrong. Return an empty string if they do not,
     or if there are too few steps. ``seconds``: the duration of each step so far. ``predicted``: the predicted duration
-    of a step. ``local_steps``: the plan's."""
+    of a step. ``local_steps``: the number of local steps of a round under the plan."""
     timed = seconds[WARM_UP:]
     if len(timed) < STEPS_TO_EVALUATE or predicted <= 0:
         return ""

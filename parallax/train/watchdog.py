@@ -17,7 +17,8 @@ class Watchdog(Protocol):
         """Record that everything is saved, so that this rank has met the deadline of a request to end."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """A context that names the current activity. It is used outside of steps."""
+        """Return a context in which messages of the watchdog call the activity of the main thread ``name``, outside of
+        steps."""
 
 
 class NoWatchdog:

@@ -33,7 +33,8 @@ class MemoryAccounting:
             )
 
     def sample(self) -> None:
-        """Append the held bytes to the statistics, unless :meth:`SwapStatistics.sample_is_due` omits this change."""
+        """Record a sample of the bytes on the device and in the store, if :meth:`SwapStatistics.sample_is_due` says
+        so."""
         if self._now.sample_is_due():
             self._now.append_sample(
                 time.perf_counter(), self.resident_bytes, self._store.slots.used_bytes
@@ -42,7 +43,8 @@ class MemoryAccounting:
     def count_transfer(self, transfer: Pending, size: int, micro: int, *, out: bool) -> None:
         """Count a transfer of ``size`` bytes that has ended, or that the device's stream waits for.
 
-        ``micro`` is the micro-batch that it counts for. ``out`` is True for a transfer from the device to the store.
+        ``micro`` is the micro-batch in whose statistics the transfer is counted. ``out`` is True for a transfer from
+        the device to the store.
         """
         self._timed.append(transfer)
         whole, part = self._now, self._now.of_micro(micro)

@@ -82,7 +82,7 @@ class Evictor:
 
     def evict_kept(self, size: int) -> None:
         """Evict records that were kept on the device, oldest first, until ``size`` more bytes will fit when the writes
-        end.
+        have ended.
 
         A further eighth of the limit is evicted ahead of need, so that the next save does not wait for a whole write.
         """
@@ -144,7 +144,7 @@ class Evictor:
     def free_copy(self, record: Record) -> bool:
         """Release the device copy of a record; return whether its memory was freed.
 
-        It is not freed while code outside the swap manager still references it.
+        The memory is not freed while code outside the swap manager references the copy.
         """
         self._queues.unmark_evicting(record)
         assert record.storage is not None

@@ -391,11 +391,8 @@ class SwapManager:
             self._collect_ended()
 
     def _collect_ended(self) -> None:
-        """Update the accounting for everything that ended since the last call.
-
-        These are entries that no autograd graph needs any more, transfers, and references of other code to device
-        copies.
-        """
+        """Free the records that no autograd graph needs any more, and count the transfers that have ended since the
+        last call."""
         if self._fast_path.active:
             self._fast_path.collect_ended(self._open)
             return

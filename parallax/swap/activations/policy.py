@@ -103,10 +103,11 @@ class Preferences:
         )
 
     def group_bytes(self, record: Record) -> int:
-        """Return the bytes that are still to be read for ``record`` and for the records prefetched together with it.
+        """Return the bytes that are still to be read for ``record`` and the records that are prefetched together with
+        it.
 
-        ``record`` is the next record in the order of use. It is prefetched in a group of up to ``swapin_groupby``
-        records that follow each other in this order.
+        ``record`` is the next record in the order of use. Together with it, the records that follow in this order are
+        prefetched, up to ``swapin_groupby`` records in total.
         """
         total = 0
         for other in itertools.islice(record.batch.waiting, self._policy.swapin_groupby):

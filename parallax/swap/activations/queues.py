@@ -103,10 +103,10 @@ class FastPath:
         )
 
     def save_again(self, record: Record, before: int | None, operation: int | None) -> None:
-        """Note that ``operation`` has saved the storage of ``record`` again.
+        """Note that the operator ``operation`` has saved the storage of ``record`` again.
 
-        ``before`` is the previous operator. If it was the last one to save the record, the record is still protected
-        from eviction. It is then protected until the end of ``operation`` instead. Otherwise nothing changes.
+        Records of a running operator must not be evicted. So if ``before``, the previous operator, was the last one to
+        save the record, the record now belongs to ``operation`` instead. Otherwise nothing changes.
         """
         if _saved_by(record, before):
             record.operation = operation
@@ -115,7 +115,7 @@ class FastPath:
             )  # moved to the end of the order
 
     def fill_queues(self, queues: RecordQueues, operation: int | None) -> None:
-        """Put every living record into a queue, and end the fast path.
+        """Put every record that an autograd graph needs into a queue, and end the fast path.
 
         ``operation`` may still run, so the records that it saved go to ``fresh``. Of records that are needed in a
         running backward, those saved last are expected to be used first.

@@ -34,9 +34,9 @@ Layout = tuple[int | torch.SymInt, torch.Size, tuple[int, ...]]
 
 @cache
 def _nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return an empty tensor of this device and dtype.
+    """Return an empty tensor of this device and dtype, to replace the ``.data`` of a tensor.
 
-    It can replace the ``.data`` of a tensor of this device and dtype. torch refuses an empty tensor of another kind.
+    torch refuses to replace it by an empty tensor of another device or dtype.
     """
     return torch.empty(0, device=device, dtype=dtype)
 

@@ -142,10 +142,10 @@ class SwapStream:
         self._saved_bytes: Counter[torch.Stream] = Counter()  # bytes saved since then
 
     def is_other(self, tensor: Tensor, *, graphs_ended: bool) -> bool:
-        """Count the bytes of ``tensor``, which is being saved, and return whether it must stay on the device.
+        """Return whether ``tensor``, which autograd is saving, must stay on the device because the current stream is
+        not the chosen stream. The bytes of ``tensor`` are counted for the next choice.
 
-        It must stay if the current stream is not the chosen one. ``tensor`` is on an accelerator. ``graphs_ended`` says
-        whether no autograd graph is alive.
+        ``tensor`` is on an accelerator. ``graphs_ended`` says whether no autograd graph is alive.
         """
         now = torch.accelerator.current_stream(tensor.device.index)
         if graphs_ended:

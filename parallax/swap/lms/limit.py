@@ -63,7 +63,8 @@ def divide(
 ) -> Share:
     """Return the division of ``limit`` into bytes for parameters, for gradients, and for data that can be offloaded.
 
-    ``offloaded`` has the offloaded parameters, if there are any. They need only a part of their bytes at one time.
+    ``offloaded`` has the offloaded parameters, if there are any. Only a part of their bytes is on the device at one
+    time.
     """
     tensors = held_tensors(model, optimizers)
     trained = [t for t in tensors if t.requires_grad]
@@ -74,8 +75,8 @@ def divide(
 class ProcessMemory:
     """Bounds and measures the memory of the process, which on a CPU is the device's memory.
 
-    ``made`` is the bytes of the model and the optimizers that the process already holds. They count towards the limit.
-    The other memory that the process already holds does not.
+    ``made``: the bytes of the existing model and optimizers, which count towards the limit. All other memory that the
+    process already holds does not count.
     """
 
     def __init__(self, limit: int, made: int) -> None:

@@ -22,10 +22,8 @@ SMALLEST = 4096  # bytes; slots of a store are multiples of it
 
 
 def movable(parameter: Tensor, state: dict[Any, Any]) -> list[Any]:
-    """Return the keys of the tensors in ``state`` that are worth offloading.
-
-    These tensors are large, and share no memory with the parameter, its gradient or each other.
-    """
+    """Return the keys of the tensors in ``state`` that are worth offloading: large tensors that share no memory with
+    the parameter, its gradient or each other."""
     held: set[int] = set()
     for tensor in (parameter, parameter.grad):
         if tensor is not None and _dense(tensor):
@@ -402,7 +400,7 @@ class _StatePlace:
     def free_copy(self) -> bool:
         """Free the device copy, and return whether it was freed.
 
-        It is not freed if other code references it, or if other code has changed it since the write began.
+        The copy is not freed if other code references it, or has changed it since the write began.
         """
         alias, self._alias = self._alias, None
         if alias is not None and alias._version != self._version:

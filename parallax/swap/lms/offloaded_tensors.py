@@ -48,10 +48,8 @@ class TensorOwner(Protocol):
         """
 
     def check_unshared(self, parameter: nn.Parameter) -> None:
-        """Raise :class:`ConfigError` if views of the weight exist on the device.
-
-        The weight is about to get a new value, which these views would not have.
-        """
+        """Raise :class:`ConfigError` if views of the weight exist on the device: the weight is about to get a new
+        value, which the views would not have."""
 
     def note_change(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note that weights on the device may have changed although their version counters have not."""
@@ -153,7 +151,8 @@ def unfetched_gradient(parameter: nn.Parameter, owner: TensorOwner) -> Offloaded
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a torch function whose arguments contain offloaded weights or gradients, and return its result.
 
-    Their values are fetched to the device first, unless the function needs no values, such as a query of the shape.
+    The values of these weights and gradients are fetched to the device first, unless the function needs no values, such
+    as a query of the shape.
     """
     if func in METADATA:
         with as_plain_tensors():

@@ -366,9 +366,9 @@ class Swapping:
     # ---- the limit
 
     def bytes_for_states(self, index: int) -> int:
-        """Return the bytes of the limit for activations and for the states of optimizer ``index``.
+        """Return the bytes of the limit that activations and the states of optimizer ``index`` may use together.
 
-        Memory that cannot be offloaded, and the other optimizers' states on the device, are subtracted.
+        These are all bytes except memory that cannot be offloaded, and the other optimizers' states on the device.
         """
         assert self._share is not None
         fixed = sum(states.fixed_bytes for states in self._states)
@@ -475,7 +475,7 @@ class _Budget:
         self._scope, self._index = weakref.ref(scope), index
 
     def bytes_now(self) -> int:
-        """Return the bytes available beside the activations that are on the device now."""
+        """Return the bytes that the states may use while the present activations stay on the device."""
         relieve_memory()  # frees temporary memory of the previous piece
         scope = self._scope()
         return (
@@ -485,7 +485,8 @@ class _Budget:
         )
 
     def bytes_between_steps(self) -> int:
-        """Return the bytes available beside the peak of activations so far; 0 if activations had to be offloaded."""
+        """Return the bytes that the states may use between steps, so that activations fit up to their peak so far; 0 if
+        activations had to be offloaded."""
         scope = self._scope()
         most = scope.most_activation_bytes() if scope is not None else None
         return 0 if scope is None or most is None else scope.bytes_for_states(self._index) - most

@@ -72,7 +72,7 @@ class StateBudget(Protocol):
         """Return the bytes of device memory that the states may use while a step runs."""
 
     def bytes_between_steps(self) -> int:
-        """Return the bytes that the states may use between steps, beside the activations that the next step will save.
+        """Return the bytes that the states may use between steps, so that the activations of the next step fit as well.
 
         The activations are predicted from earlier steps.
         """
@@ -345,8 +345,8 @@ class OptimizerStates:
     def _pieces(self) -> list[Piece]:
         """Return the parameters that have a gradient, in order, divided into pieces.
 
-        The states of a piece fit beside the states of two further pieces, one being read and one being written. All
-        offloaded weights of a piece are in one block.
+        Pieces are so small that the states of three fit on the device: of the piece being stepped, the next one being
+        read, and the previous one being written. All offloaded weights of a piece are in one block.
         """
         most = min(self._piece_bytes, self._budget.bytes_now() // 3)
         pieces: list[Piece] = []
@@ -459,8 +459,8 @@ class OptimizerStates:
 
     @uninterrupted()
     def _keep_or_offload(self, piece: Piece, kept: int) -> int:
-        """Keep the states of ``piece``, which was stepped, as far as they fit beside the activations. Offload the
-        others.
+        """Keep those states of ``piece``, which was stepped, for which the activations leave memory. Offload its other
+        states.
 
         ``kept`` is the bytes of states kept so far in this step. The result is ``kept`` plus the bytes kept of this
         piece.
@@ -596,9 +596,9 @@ class OptimizerStates:
     def _drop(self, offloaded: OffloadedStates, alone: object) -> None:
         """Free offloaded states that the optimizer has dropped.
 
-        If other code still references ``offloaded``, the states are restored instead, because that code may assign them
-        to another parameter. ``alone`` is an object without other references, which is passed in the same way. So other
-        code references ``offloaded`` if it has more references than ``alone``.
+        If other code still references ``offloaded``, it may assign these states to another parameter, so they are
+        restored instead. Other code references ``offloaded`` if its reference count is higher than that of ``alone``,
+        an object that only the caller references.
         """
         self._forget_write(id(offloaded))
         if sys.getrefcount(offloaded) > sys.getrefcount(alone):

@@ -144,7 +144,7 @@ class OffloadedModel:
     def limit_bytes(self) -> int:
         """The most bytes of weights and gradients on the device at one time.
 
-        It includes one gradient in addition to those of a block, because the backward of a first layer creates a
+        The limit includes one gradient in addition to those of a block, because the backward of a first layer creates a
         gradient without reading the weight.
         """
         self._largest = max((p.nbytes for p in self._block_of if p.requires_grad), default=0)
@@ -235,10 +235,8 @@ class OffloadedModel:
         return None if parameter is None else SavedWeight(self, parameter, tensor)
 
     def check_unshared(self, parameter: nn.Parameter) -> None:
-        """Raise :class:`ConfigError` if views of the weight exist on the device.
-
-        They would not get the new value that is about to be assigned.
-        """
+        """Raise :class:`ConfigError` if views of the weight exist on the device: the weight is about to get a new
+        value, which the views would not have."""
         if self._offloaded.is_referenced(self._block_of[parameter]):
             raise ConfigError(
                 ".data of an offloaded parameter is assigned while a Python variable holds a view of it, or of another "

@@ -85,16 +85,15 @@ def owner_of(exchange: Exchange | None, parameter: Tensor) -> int:
 
 
 def owns(exchange: Exchange | None, parameter: Tensor) -> bool:
-    """Whether this replica steps ``parameter``. It is True if there is no ``exchange``, so that every replica steps
-    all."""
+    """Whether this replica steps ``parameter``. Without an ``exchange``, every replica steps all parameters."""
     return exchange is None or exchange.owns(parameter)
 
 
 class HostOptimizer:
     """Steps the parameters of ``optimizer`` on the host.
 
-    ``optimizer``   gives the parameters, their groups and the settings. It never steps itself. Its class must step each
-                    parameter independently.
+    ``optimizer``   its class, groups and settings are used, but its own ``step`` is never called. The class must step
+                    each parameter independently.
     ``parameters``  the parameters to step, in the order of the forward
     ``copies``      copy engine of the device
     ``store``       holds the states between steps; None keeps them in host memory

@@ -39,8 +39,12 @@ order."""
 
 
 class Means(NamedTuple):
-    """The means of three kinds of weights: ``resident`` on the device, on the device in ``shards`` of which each
-    replica steps its own, and stepped on the ``host`` by a thread."""
+    """The functions that average weights over the replicas.
+
+    ``resident``  for weights on the device that every replica steps
+    ``shards``    for weights on the device of which each replica steps a shard
+    ``host``      for weights that a thread steps on the host
+    """
 
     resident: Mean
     shards: Mean
@@ -64,10 +68,11 @@ class OuterRule:
 
 
 def in_rounds(optimizer: Optimizer, rule: OuterRule, mean: Mean | None = None) -> Optimizer:
-    """Let the steps of ``optimizer``, and of its clones, be local steps, whose rounds end as ``rule`` says. Return
-    ``optimizer``.
+    """Turn the steps of ``optimizer``, and of its clones, into local steps, whose rounds end with a step of the outer
+    optimizer ``rule``. Return ``optimizer``.
 
-    The class of ``optimizer`` is replaced by a subclass. Without ``mean`` there is a single replica.
+    The class of ``optimizer`` is replaced by a subclass. ``mean`` averages a tensor over the replicas in place; None if
+    there is a single replica.
     """
     kind: Any = type(optimizer)
     optimizer.__class__ = _local(kind, rule, mean)
@@ -76,7 +81,7 @@ def in_rounds(optimizer: Optimizer, rule: OuterRule, mean: Mean | None = None) -
 
 
 def set_ends_round(optimizer: Optimizer, ends: bool) -> None:
-    """Choose whether the next steps only end a round, without gradients, or are ordinary steps."""
+    """Set whether the next steps end a round, and do nothing else, or are ordinary steps."""
     for group in optimizer.param_groups:
         group[ENDS_ROUND] = ends
 
@@ -104,7 +109,8 @@ def _local(kind: Any, rule: OuterRule, mean: Mean | None) -> type[Optimizer]:
 
 
 def _taken(state: dict[str, Any], parameter: Tensor, rule: OuterRule) -> dict[str, Tensor]:
-    """Remove the states of ``rule`` from ``state`` and return them, or their first values."""
+    """Remove the states of ``rule`` from ``state``, the optimizer state of ``parameter``, and return them. Before the
+    first step, return their initial values."""
     found = {key: state.pop(key, None) for key in rule.states}
     if found and found[ROUND_START] is None:
         found[ROUND_START] = parameter.detach().clone()
@@ -133,8 +139,11 @@ def _end_round(
 
 
 def _stepped(found: Tensor, states: Sequence[Tensor], rule: OuterRule) -> Tensor:
-    """Return the weights with which the next round begins. ``found`` is the mean weights, or their mean change if there
-    are ``states``, which are updated."""
+    """Return the weights with which the next round begins.
+
+    ``found``: the mean weights if the rule keeps no ``states``; otherwise the mean change of the weights. ``states``
+    are the weights at the begin of the round and, if there is one, the momentum. Both are updated in place.
+    """
     if not states:
         return found
     start, change = states[0], found
@@ -150,8 +159,12 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _runs(columns: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]:
-    """Yield pieces of the tensors of ``columns``, as lists of the same lengths. The first list of each run has tensors
-    of one type, of about ``_RUN_BYTES`` or less. ``columns`` has lists of tensors of equal shapes."""
+    """Yield runs of pieces of tensors, for all ``columns`` in parallel.
+
+    ``columns`` are lists of equal length, whose tensors with the same index have equal shapes. A run has, for each
+    column, a list of pieces (:func:`_pieces`). The pieces of the first column have one dtype and about ``_RUN_BYTES``
+    or less.
+    """
     run: list[tuple[Tensor, ...]] = []
     size = 0
     for pieces in (piece for row in zip(*columns) for piece in _pieces(row)):
@@ -166,8 +179,8 @@ def _runs(columns: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]:
 
 
 def _pieces(row: Iterable[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """Divide tensors of equal shapes into pieces of at most ``_RUN_BYTES``, as views. Tensors with holes in memory stay
-    undivided."""
+    """Yield the tensors in ``row``, which have equal shapes, in pieces of at most ``_RUN_BYTES``, as views. Tensors
+    that are not contiguous stay undivided."""
     real = tuple(torch.view_as_real(each) if each.is_complex() else each for each in row)
     if not all(each.is_contiguous() for each in real):
         return iter([real])

@@ -131,7 +131,8 @@ class Gradient:
     def norm(self) -> Tensor | None:
         """The norm of the gradient, on the device; None if there is none.
 
-        It is exact if the gradient was written in one piece. Otherwise it is computed from the norms of the pieces.
+        The norm is exact if the gradient was written in one piece. Otherwise it is computed from the norms of the
+        pieces.
         """
         norms = list(self._norms.values())
         if len(norms) < 2:

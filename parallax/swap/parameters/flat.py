@@ -55,11 +55,11 @@ class _FlatPlace:
 
 
 class FlatParameter:
-    """The offloaded parameters of one block. The constructor offloads them from the device.
+    """The offloaded parameters of one block. The constructor offloads them from the device, into chunks.
 
-    They are stored in chunks of at most ``chunk_bytes``. With ``split``, a parameter may be divided between chunks. The
-    main thread transfers bytes between the device and the store. The optimizer's thread only writes new weights to the
-    store (:meth:`Chunk.put`), which makes the device's copy ``stale``.
+    A chunk has at most ``chunk_bytes``. With ``split``, a parameter may be divided between chunks. The main thread
+    transfers bytes between the device and the store. The optimizer's thread only writes new weights to the store
+    (:meth:`Chunk.put`), which makes the device's copy ``stale``.
     """
 
     def __init__(

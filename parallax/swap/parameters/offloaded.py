@@ -262,10 +262,7 @@ class OffloadedParameters:
 
     def note_change(self, block: int) -> None:
         """Mark the weights of ``block``, which is on the device, as changed, because they may have been changed via an
-        alias.
-
-        They are then written to the store before their memory is freed.
-        """
+        alias. So they are written to the store before their memory is freed."""
         self._flats[block].changed = True
 
     def restart_visits(self) -> None:
@@ -298,11 +295,8 @@ class OffloadedParameters:
         self.enter(block, backward=True)
 
     def norm_terms(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """Return tensors whose total norm is exactly the norm of all gradients of ``parameters``.
-
-        They are the gradients of the parameters that stay on the device, and the norms of the offloaded gradients.
-        These norms are in fp32 or a wider dtype.
-        """
+        """Return tensors whose total norm is exactly the norm of all gradients of ``parameters``: the gradients of the
+        parameters that stay on the device, and the norms of the offloaded gradients, in fp32 or a wider dtype."""
         found = []
         for parameter in parameters:
             flat = self._flat_of.get(parameter)

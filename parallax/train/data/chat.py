@@ -425,8 +425,11 @@ def _of_parquet(path: Path, advance: Advance) -> Iterator[tuple[str, Any]]:
 
 
 def conversation(example: Mapping[str, Any], where: str) -> Messages:
-    """Return the messages of an example. They are its ``messages``, its ``conversations`` (as ShareGPT writes them), or
-    a pair of question and answer. Raises :class:`DataError`, naming ``where``, for any other example."""
+    """Return the messages of an example.
+
+    They are in the example's ``messages``, in its ``conversations`` (as ShareGPT writes them), or in a pair of question
+    and answer. Raises :class:`DataError`, naming ``where``, for any other example.
+    """
     lists = (example.get(key) for key in ("messages", "conversations"))
     if (found := next((each for each in lists if each is not None), None)) is None:
         found = _of_pair(example, where)

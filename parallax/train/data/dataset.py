@@ -256,8 +256,8 @@ class DatasetTable:
     """The collated examples of a map-style dataset.
 
     ``pads``: whether the collate function pads rows to the longest of their batch. ``whole_batches``: whether the
-    collate function pads rows so, or draws random numbers. A row then depends on the other rows of its batch, so each
-    global batch is collated as a whole, and no row depends on the division into micro-batches.
+    collate function pads rows in this way, or draws random numbers. A row then depends on the other rows of its batch,
+    so each global batch is collated as a whole, and no row depends on the division into micro-batches.
     """
 
     whole = True

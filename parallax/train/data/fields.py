@@ -97,7 +97,8 @@ class Choice:
 
     @classmethod
     def of(cls, key: str, given: Sequence[str]) -> Choice:
-        """Return the alternatives that the setting ``key`` lists."""
+        """Return the choice whose fields are ``given``, the value of the setting ``key``. Raises :class:`ConfigError`
+        if the fields are not all of one kind."""
         found = [cls._of_one(key, each.strip()) for each in given]
         if not found or len({(each.kind, each.key) for each in found}) > 1:
             raise ConfigError(

@@ -28,8 +28,11 @@ _SHIFTS = np.uint64(32), np.uint64(29)
 
 
 def mixed(*parts: Any) -> Seeds:
-    """Return a hash of ``parts``, which are integers or arrays of integers, elementwise. A change of any part changes
-    about half of the 64 bits. It applies the finalizer of SplitMix64 (Steele et al. 2014) once for each part."""
+    """Return a hash of ``parts``, which are integers or arrays of integers, elementwise, as 64-bit integers.
+
+    A change of any part changes about half of the bits. The finalizer of SplitMix64 (Steele et al. 2014) is applied
+    once for each part.
+    """
     found = np.zeros(1, dtype=np.uint64)
     for part in parts:
         found = found ^ np.atleast_1d(np.asarray(part)).astype(np.uint64)

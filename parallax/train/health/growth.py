@@ -52,7 +52,8 @@ def line(points: Sequence[tuple[int, float]]) -> Trend:
 
 
 def rise(points: Sequence[tuple[int, float]]) -> float:
-    """Return the bytes per step by which ``points`` keep growing over three windows; 0 if they do not."""
+    """Return by how many bytes per step ``points`` of (step, bytes) keep growing over three windows of steps; 0 if they
+    do not."""
     parts = [points[start : start + WINDOW] for start in range(0, 3 * WINDOW, WINDOW)]
     lines = [line(part) for part in parts]
     for part, found in zip(parts, lines):
