@@ -123,8 +123,8 @@ class Counting:
         self._rule = None
 
     def row_weight(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
-        """Return the weight of rows [low, high). Their share of the batch's loss is this weight over the weight of all
-        rows.
+        """Return the weight of the loss of rows [low, high) in the loss of the whole batch, relative to the weights of
+        other rows.
 
         ``results`` is the model's return value for any ``few`` rows. If no counting rule is known, the weight is the
         number of rows.
@@ -369,11 +369,8 @@ def _mean(scores: Tensor, labels: Tensor, shifted: bool) -> float | None:
 
 
 def _blank(results: Any, few: int, rows: int, make: Callable[[Tensor, list[int]], Tensor]) -> Any:
-    """Return placeholders for the model's outputs of ``rows`` rows.
-
-    They have the structure of ``results``, the outputs of ``few`` rows. ``make(tensor, shape)`` returns the placeholder
-    for an output tensor.
-    """
+    """Return placeholders for the model's outputs of ``rows`` rows, with the structure of ``results``, the outputs of
+    ``few`` rows. ``make(tensor, shape)`` returns the placeholder for an output tensor."""
 
     def change(part: Any) -> Any:
         if not isinstance(part, Tensor):

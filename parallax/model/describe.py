@@ -252,10 +252,8 @@ def describe(
 
 
 def _ending(chain: Chain, partition: Partition) -> Chain:
-    """Return a copy of ``chain`` whose blocks are those in ``partition``.
-
-    They are the whole model or a part of it. ``whole_model`` of the copy is ``chain``.
-    """
+    """Return a copy of ``chain`` with the blocks in ``partition``, which are the whole model or a part of it.
+    ``whole_model`` of the copy is ``chain``."""
     return replace(
         chain,
         blocks=partition.blocks,

@@ -25,7 +25,7 @@ def call_loss(
 
     Raises :class:`DescribeError` if the loss is not a tensor of one element, or if the loss function uses parameters or
     buffers of the model, which have no values in this process. ``alone``: also raise an error if the function returns a
-    tuple of several losses. They are detected by searching their autograd graphs, which takes time.
+    tuple of several losses, which is found by a search of their autograd graphs, and so takes time.
     """
     try:
         returned = loss(outputs, targets)
@@ -90,11 +90,8 @@ def scores_of(outputs: Any) -> Any:
 
 
 def _first(found: Any) -> Any:
-    """Return the loss tensor in ``found``, the return value of a loss.
-
-    It is the entry ``loss`` of a dict, the first member of a tuple or list, the attribute ``loss`` of a model output,
-    or ``found`` itself.
-    """
+    """Return the loss tensor in ``found``, the return value of a loss: the entry ``loss`` of a dict, the first member
+    of a tuple or list, the attribute ``loss`` of a model output, or ``found`` itself."""
     if isinstance(found, Mapping) and "loss" in found:
         return found["loss"]
     if isinstance(found, tuple | list) and found:
@@ -133,10 +130,8 @@ def _graph(tensor: Tensor) -> set[Any]:
 
 
 def _names_on_meta(loss: Any) -> list[str]:
-    """Return the names of the parameters and buffers on the meta device that the loss can use.
-
-    They belong to the loss if it is a module, or to the module of which the loss is a method.
-    """
+    """Return the names of the parameters and buffers on the meta device that the loss can use: those of the loss if it
+    is a module, or of the module of which the loss is a method."""
     module = loss if isinstance(loss, nn.Module) else getattr(loss, "__self__", None)
     if not isinstance(module, nn.Module):
         return []

@@ -72,19 +72,14 @@ class PrecisionConfig:
 
     @property
     def masters(self) -> str:
-        """The name of the dtype in which the optimizer updates weights.
-
-        It is the dtype of the master copies or, without them, of the parameters. A run can resume in any number format
-        in which this dtype is the same.
-        """
+        """The name of the dtype in which the optimizer updates weights: that of the master copies or, without them, of
+        the parameters. A run can resume in any number format in which this dtype is the same."""
         return "fp32" if self.parameters in _SHORT else self.parameters
 
     @property
     def boundary_dtype(self) -> torch.dtype | None:
-        """The dtype in which stages exchange floating-point tensors; None means each tensor's own dtype.
-
-        It is the dtype of matrix products if that has two bytes, otherwise None.
-        """
+        """The dtype in which stages exchange floating-point tensors: the dtype of matrix products if that has two
+        bytes, otherwise None, which means each tensor's own dtype."""
         return DTYPES[self.compute] if self.compute in _SHORT else None
 
     def autocast(self, device_type: str) -> contextlib.AbstractContextManager[object]:

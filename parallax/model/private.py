@@ -42,10 +42,9 @@ class OperatorMode(TorchDispatchMode):
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Replace ``__torch_dispatch__`` of a subclass by a function that selects what to call each time.
+        """Replace ``__torch_dispatch__`` of a subclass by a function that calls the method or torch's wrapper of it.
 
-        It calls torch's wrapper of the subclass's own method if torch's compiler has been imported, otherwise the
-        method itself.
+        The wrapper is called only if torch's compiler has been imported.
         """
         plain = cls.__torch_dispatch__
         super().__init_subclass__(**kwargs)
@@ -236,8 +235,8 @@ class NestedSizes:
 def _metadata(tensor: Tensor) -> dict[str, Any]:
     """Return the metadata of a saved tensor that a recomputed forward must reproduce.
 
-    For a nested tensor, these are only the numbers of dimensions and elements. Its row lengths are new symbols in each
-    forward if it is jagged, and no symbols if it is strided.
+    For a nested tensor, these are only the numbers of dimensions and elements. The row lengths of a jagged tensor are
+    new symbols in each forward, and those of a strided tensor are no symbols.
     """
     nested = tensor.is_nested
     shape = (tensor.dim(), tensor.numel()) if nested else tensor.shape

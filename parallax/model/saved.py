@@ -210,12 +210,15 @@ class SavedBytes:
     def byte_totals(
         self, entering: Sequence[Tensor], results: Sequence[Tensor]
     ) -> tuple[int, int, int, int]:
-        """Return four numbers of bytes, in which each storage counts once.
+        """Return four numbers of bytes, in which each storage counts once:
 
-        They are the offloadable bytes and the resident bytes that the block saves for backward, the bytes that the loss
-        saves, and all bytes that exist after the forward and did not exist before it. ``entering`` and ``results`` are
-        the inputs and outputs of the forward. The loss runs after the block, so the tensors that the loss saves are
-        neither offloaded nor recomputed.
+        1. the offloadable bytes that the block saves for backward
+        2. the resident bytes that the block saves for backward
+        3. the bytes that the loss saves
+        4. all bytes that exist after the forward and did not exist before it
+
+        ``entering`` and ``results`` are the inputs and outputs of the forward. The loss runs after the block, so the
+        tensors that the loss saves are neither offloaded nor recomputed.
         """
         block = {key: found for key, found in self._block.items() if key not in self._loss}
         before = {address(tensor.untyped_storage()) for tensor in entering}

@@ -67,7 +67,8 @@ class WeightGradStore:
             self._forward = False
 
     def apply(self, product: _Product, x: Tensor) -> Tensor:
-        """Return the result of ``product`` for the input ``x``. Its backward defers the weight gradient."""
+        """Return the result of ``product`` for the input ``x``. The backward of the result defers the weight
+        gradient."""
         result: Tensor = _DeferredProduct.apply(self._anchor, x, product, self)
         return result
 

@@ -276,8 +276,11 @@ class Engine:
         return self._mean.sent_bytes
 
     def end_round(self) -> None:
-        """End the round of local steps before its last step, so that all replicas have the same weights. A no-op if
-        they have. All ranks call this method."""
+        """End the round of local steps now, so that all replicas of a stage have the same weights. All ranks call this
+        method.
+
+        A no-op without local steps, and if no step was taken since the last round ended.
+        """
         self._rounds.end()
 
     def _check_round(self, doing: str) -> None:
@@ -387,9 +390,11 @@ class Engine:
 
     @contextlib.contextmanager
     def newest(self) -> Iterator[None]:
-        """A context in which the newest weights are those of the model; all ranks enter it. It matters with delayed
-        updates, under which the model's weights are older or predicted ones. Evaluations and predictions enter it
-        themselves, once for each batch; around several batches, it saves time. Within :meth:`averaged` it does nothing.
+        """A context in which the model has its newest weights; all ranks enter it. Without delayed updates it has them
+        anyway. With delayed updates, a step computes with older or predicted weights.
+
+        Evaluations and predictions enter this context themselves, once for each batch. If you enter it around several
+        batches, weights are exchanged only once. Within :meth:`averaged` the context does nothing.
 
         As in :meth:`averaged`, steps and checkpoints are refused inside the context.
         """

@@ -39,7 +39,7 @@ class ModelInputs(Protocol):
         it."""
 
     def abandon(self) -> None:
-        """Drop the rest of the step."""
+        """Drop the inputs of the current step that no call of :meth:`take` has returned yet."""
 
 
 class InputsAtOnce:

@@ -228,8 +228,12 @@ class PendingSaves:
         return gone
 
     def _held_in(self, directory: Path, retention: Retention, step: int) -> dict[int, float | None]:
-        """Return the record of the checkpoints in ``directory`` that every rank sees: a dict from the step of each to
-        the value of the metric of ``retention``, or to None. The folders are read at the first call only."""
+        """Return a dict from the step of each checkpoint that every rank sees in ``directory`` to the value of the
+        metric of ``retention``, or to None.
+
+        The folders are read at the first call only. Later calls return the same dict, in which saves and removals are
+        recorded.
+        """
         if directory not in self._held:
             has_metric = retention.best > 0
 

@@ -108,7 +108,8 @@ class Saving:
         return [directory / each.name for each in best_last], others
 
     def begin_start(self, directory: Path) -> None:
-        """Register this start of the run as later than the starts of all checkpoints in ``directory``."""
+        """Register this start of the run as the latest one, later than the starts that saved the checkpoints in
+        ``directory``."""
         self._fence_of(directory)
 
     def _fence_of(self, directory: Path) -> Fence:
@@ -329,10 +330,11 @@ class Saving:
 
 
 def states_of_group(states: Mapping[str, Tensor], group: int) -> dict[str, Tensor]:
-    """Return the optimizer states of one group of replicas from the ``states`` of a parameter in a checkpoint.
+    """Return the optimizer states for the group of replicas with the index ``group``, from ``states``, those of one
+    parameter in a checkpoint.
 
-    Groups that took local steps have saved states of their own. If there are now more of them, the new ones take the
-    states of the others in turn.
+    After local steps, each group has saved states of its own. If this run has more groups than the saved run, the
+    further groups take the saved groups' states in turn.
     """
     found: dict[int, dict[str, Tensor]] = {0: {}}
     for key, state in states.items():

@@ -50,7 +50,7 @@ class FileLayout(Protocol):
         ...
 
     def kept_name(self, names: Sequence[str]) -> str:
-        """Return the one of ``names``, all names of one tensor, by which :meth:`saved` expects this tensor."""
+        """Return, of all ``names`` of one tensor, the name by which :meth:`saved` expects the tensor."""
         ...
 
 

@@ -41,10 +41,8 @@ class MLPConfig(ModelConfig):
 
 
 class MLP(nn.Sequential):
-    """A plain ``nn.Sequential`` whose children are the blocks.
-
-    They are the embedding of the window, ``layers`` × (linear, GELU), and a linear layer.
-    """
+    """A plain ``nn.Sequential`` whose children are the blocks: the embedding of the window, ``layers`` × (linear,
+    GELU), and a linear layer."""
 
     def __init__(self, config: MLPConfig) -> None:
         window = nn.Sequential(nn.Embedding(config.vocabulary, config.embedding), nn.Flatten())

@@ -120,10 +120,8 @@ class PretrainedLayout:
         return found
 
     def kept_name(self, names: Sequence[str]) -> str:
-        """Return the one of ``names``, which are all names of one tensor, under which this tensor is saved.
-
-        It is the name to which transformers ties the others.
-        """
+        """Return the name under which a tensor is saved, given all its ``names``: the name to which transformers ties
+        the others."""
         tied = getattr(self._model, "all_tied_weights_keys", None) or {}
         return next((name for name in names if name not in tied), names[0])
 

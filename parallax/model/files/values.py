@@ -36,10 +36,8 @@ def is_of_eight_bits(dtype: torch.dtype) -> bool:
 
 
 def read_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to which a tensor of ``dtype`` in a file is converted when it is read.
-
-    It is float32 for float8, for which torch has few operators. Other dtypes are unchanged.
-    """
+    """Return the dtype to which a tensor of ``dtype`` in a file is converted when it is read: float32 for float8, for
+    which torch has few operators; other dtypes are unchanged."""
     return torch.float32 if is_of_eight_bits(dtype) else dtype
 
 

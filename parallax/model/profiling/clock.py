@@ -60,7 +60,7 @@ class Clock:
     def elapsed(self) -> float:
         """Return seconds since an arbitrary origin, for work of several threads.
 
-        They include waits for other threads of the process. They exclude waits for a core, if the system reports these.
+        Waits for other threads of the process are included. Waits for a core are excluded, if the system reports them.
         """
         if self._device.type != "cpu":
             return self._device_now()

@@ -304,7 +304,7 @@ class _Counter:
     ) -> tuple[PassWork, int]:
         """Return the work and the peak bytes of a backward of ``results``.
 
-        It computes the gradients of the ``leaves`` and, if ``block`` is given, of the block's parameters.
+        The backward computes the gradients of the ``leaves`` and, if ``block`` is given, of the block's parameters.
         """
         roots = [tensor for tensor in results if tensor.requires_grad]
         if not roots:
@@ -331,10 +331,13 @@ class _Counter:
     def _saved(
         self, block: nn.Module, entering: tuple[Tensor, ...], targets: Any
     ) -> tuple[tuple[int, ...], int, int, int]:
-        """Return the bytes of a forward, by the same rule as the profiler.
+        """Return four results for a forward, by the same rule as the profiler:
 
-        They are the bytes of each saved tensor that could be offloaded, the resident bytes that the block saves for
-        backward, the bytes that the loss saves, and all bytes that exist after the forward and did not exist before it.
+        1. the bytes of each saved tensor that could be offloaded
+        2. the resident bytes that the block saves for backward
+        3. the bytes that the loss saves
+        4. all bytes that exist after the forward and did not exist before it
+
         ``targets``: None without a loss.
         """
         held = [*block.parameters(), *block.buffers()]
@@ -448,7 +451,11 @@ def _by_size(
     rows = sorted({1.0, *(least + shift for least in steps for shift in (-1, 0, 1))})
 
     def total(chosen: Callable[[float, float], bool]) -> Affine:
-        """Return the sum over the tensors whose least rows are ``chosen`` for a number of rows."""
+        """Return the total bytes of some tensors, as a function of the number of rows.
+
+        For n rows these are the tensors for which ``chosen(m, n)`` is true, where m is the least number of rows with
+        which the tensor has ``minimum_bytes``.
+        """
 
         def at(count: float) -> list[Affine]:
             return [line for line, least in zip(lines, enough) if chosen(least, count)]

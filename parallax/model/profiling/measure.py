@@ -208,8 +208,8 @@ def _profile_of(
 def _freeing_slowdown(device: torch.device, blocks: Sequence[_Measured]) -> float:
     """Return the factor by which forward and backward slow down if freed memory is returned to the system at once.
 
-    Each large tensor then needs fresh memory pages. The factor is computed from the bytes of such tensors. It cannot be
-    measured here, because this process keeps freed memory.
+    Each large tensor then needs fresh memory pages. The factor is computed from the bytes of such tensors, because it
+    cannot be measured in this process, which keeps freed memory.
     """
     if device.type != "cpu":
         return 1.0
@@ -493,10 +493,14 @@ class _Bench:
     def _saved(
         self, block: nn.Module, entering: tuple[Tensor, ...], targets: Any
     ) -> tuple[int, int, int, int]:
-        """Return four numbers of bytes for a forward.
+        """Return four numbers of bytes for a forward:
 
-        They are the offloadable bytes and the resident bytes that the block saves for backward, the bytes that the loss
-        saves, and all bytes that exist after the forward and did not exist before it. ``targets``: None without a loss.
+        1. the offloadable bytes that the block saves for backward
+        2. the resident bytes that the block saves for backward
+        3. the bytes that the loss saves
+        4. all bytes that exist after the forward and did not exist before it
+
+        ``targets``: None without a loss.
         """
         saved = SavedBytes([*block.parameters(), *block.buffers()], self._minimum)
         with saved.block_hooks():

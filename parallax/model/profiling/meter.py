@@ -135,11 +135,8 @@ class WorkMeter(OperatorMode):
 
     @contextmanager
     def watch(self) -> Iterator[Callable[[], tuple[PassWork, int]]]:
-        """A context that counts work. It yields a function without arguments.
-
-        This function returns the work since the context was entered, and by how many bytes the peak exceeds the bytes
-        that were alive then.
-        """
+        """A context that counts work. It yields a function that returns two results: the work since the context was
+        entered, and by how many bytes the peak exceeds the bytes that were alive then."""
         self._base = self._peak = self._level
         self._found = PassWork()
         with self:

@@ -60,10 +60,7 @@ class BlockPasses:
         return self._bench.forward(self._block, entering, self._targets)
 
     def backward(self, results: Tensors) -> None:
-        """Run the backward of ``results``, which :meth:`forward` returned.
-
-        It computes gradients of inputs and parameters.
-        """
+        """Compute the gradients of inputs and parameters, from ``results``, which :meth:`forward` returned."""
         roots = [tensor for tensor in results if tensor.requires_grad]
         if roots:
             ones = [torch.ones_like(root) for root in roots]

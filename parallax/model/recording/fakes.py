@@ -127,10 +127,8 @@ def is_attention_of_nested(function: Any, args: Any, kwargs: Any) -> bool:
 
 
 def fake_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Tensor:
-    """Return a fake result of attention on nested tensors.
-
-    It has the shape of ``value`` if ``value`` has the row lengths of ``query``, otherwise the shape of ``query``.
-    """
+    """Return a fake result of attention on nested tensors, with the shape of ``value`` if ``value`` has the row lengths
+    of ``query``, otherwise with the shape of ``query``."""
     del key, rest, named
     found = value if bool(value.shape[-2] == query.shape[-2]) else query
     return found.clone()
@@ -250,10 +248,10 @@ class AttributeChange:
         self._buffers = {path: dict(module._buffers) for path, module in model.named_modules()}
 
     def changed(self) -> dict[tuple[str, str], Any]:
-        """Return {(module path, attribute name): (value, copy)} for the attributes that have changed since this object
-        was made.
+        """Return the attributes that have changed since this object was made.
 
-        The value is the present one. The copy is that of its content if it is a container, otherwise None.
+        The result is {(module path, attribute name): (present value, copy)}. For a container the copy is a copy of its
+        content, otherwise None.
         """
         return {
             (path, name): value
@@ -288,10 +286,8 @@ class AttributeChange:
 
 
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Return {name: (value, copy of its content if it is a container, otherwise None)} for a module's attributes.
-
-    Attributes of torch itself are left out.
-    """
+    """Return the attributes of a module, without those of torch itself, as {name: (value, copy)}. For a container the
+    copy is a copy of its content, otherwise None."""
     return {
         name: (value, copy.copy(value) if isinstance(value, _CONTAINERS) else None)
         for name, value in vars(module).items()

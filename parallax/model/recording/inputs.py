@@ -47,10 +47,8 @@ class SampleShapes:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes that may differ in other inputs, largest first.
-
-        They are all sizes of the tensors' dimensions that are at least 4, except the number of rows.
-        """
+        """The sizes that may differ in other inputs, largest first: all sizes of the tensors' dimensions that are at
+        least 4, except the number of rows."""
         found = {
             size
             for _, shape, rows in self.shapes
@@ -61,7 +59,8 @@ class SampleShapes:
 
     @property
     def shared_sizes(self) -> tuple[tuple[int, int], ...]:
-        """(index of the tensor, size) for each of :attr:`sizes` that several tensors have, perhaps by coincidence."""
+        """Pairs (index in :attr:`shapes`, size) of a tensor and one of its sizes, for each of :attr:`sizes` that
+        several tensors have, perhaps by coincidence. Tensors without rows are left out."""
         found = [
             (index, size)
             for index, (_, shape, rows) in enumerate(self.shapes)
@@ -72,9 +71,9 @@ class SampleShapes:
         return tuple(each for each in found if counts[each[1]] > 1)
 
     def limits(self, fixed: Collection[int]) -> tuple[tuple[int | None, ...], ...]:
-        """Return, for each tensor, the required size of each dimension, or None for a dimension that may have any size.
+        """Return, for each tensor, the required size of each dimension, or None if the dimension may have any size.
 
-        It is None for the number of rows, and for each size that is at least 4 and is not in ``fixed``.
+        The number of rows may have any size, and so may each size that is at least 4 and is not in ``fixed``.
         """
         return tuple(
             tuple(

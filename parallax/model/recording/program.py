@@ -122,9 +122,9 @@ class ForwardTensor:
 class ForwardProgram:
     """The program of all runs: steps in order, all tensors, and the return value with a slot for each tensor.
 
-    ``inputs``: the numbers of the input tensors. ``evaluates``: the program is that of evaluation. ``trains``: it is
-    that of training. Usually both are True. ``dropped`` and ``packs``: see :class:`ForwardTrace`. ``other_mode``:
-    {mode: paths of modules that are not in this mode after ``train(mode)``}.
+    ``inputs``: the numbers of the input tensors. ``evaluates`` and ``trains``: whether the program is that of
+    evaluation, and that of training; usually both are True. ``dropped`` and ``packs``: see :class:`ForwardTrace`.
+    ``other_mode``: {mode: paths of modules that are not in this mode after ``train(mode)``}.
     """
 
     steps: list[ForwardStep]

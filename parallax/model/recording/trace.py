@@ -223,10 +223,8 @@ def split_and_join(
 
 
 def fuse_lists(trace: ForwardTrace) -> None:
-    """Fuse each instruction that splits a tensor with the instructions that join all its parts.
-
-    They are fused only if no other instruction uses the parts.
-    """
+    """Fuse each instruction that splits a tensor with the instructions that join all its parts, if no other instruction
+    uses the parts."""
     uses = Counter(
         part.index
         for nest in [

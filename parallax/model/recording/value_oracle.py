@@ -220,9 +220,9 @@ class ValueOracle:
         return self._trace
 
     def is_unknown(self, number: int) -> bool:
-        """Return whether the value of tensor ``number``, which is not the result of an instruction, is unknown.
+        """Return whether the value of tensor ``number`` is unknown. The tensor is not the result of an instruction.
 
-        It is unknown for a parameter, and for a floating-point input that is not a mask.
+        The values of parameters are unknown, and so are those of floating-point inputs that are not masks.
         """
         traced = self._trace.tensors[number]
         if traced.origin is Origin.INPUT:

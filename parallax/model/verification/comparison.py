@@ -130,7 +130,8 @@ class _Comparison:
         return True
 
     def difference_message(self, passes: Sequence[_Setting], difference: _Differs) -> str:
-        """Return the message of the error for a chain that differs from the model. It names the block that differs.
+        """Return the message of the error for a chain that differs from the model. The message names the block that
+        differs.
 
         ``passes``: all settings of the comparison. ``difference``: the first difference that was found.
         """

@@ -125,7 +125,7 @@ class _Parts:
     def _of_targets(self, results: Any) -> str:
         """Return a text on how the loss over many rows differs from the loss over parts of them; '' if it does not.
 
-        ``results`` are the model's outputs for few rows. They are repeated, and combined with the targets of more rows.
+        ``results``: the model's outputs for few rows, which are repeated and combined with the targets of more rows.
         """
         rows, few = min(len(self._batch), _ROWS_OF_LOSS), self._bounds[-1]
         tensors = list(tensors_in(results))
@@ -149,7 +149,7 @@ class _Parts:
     def _loss_alone(self, results: Any, bounds: Sequence[int]) -> Tensor | None:
         """Return the sum of the losses of the parts between ``bounds``; None if the loss draws random numbers.
 
-        ``results`` are the model's outputs for few rows. They are repeated for all rows of the parts.
+        ``results``: the model's outputs for few rows, which are repeated for all rows of the parts.
         """
         rows, few = bounds[-1], self._bounds[-1]
         total = torch.zeros((), dtype=torch.float64)

@@ -107,7 +107,8 @@ class StageIO:
         return any(receiver.posts for ends in self._receivers.values() for receiver in ends)
 
     def post(self, action: Action) -> None:
-        """Post the receives of the messages of the receive ``action``, one from each peer that shares rows."""
+        """Post the receives that the receive ``action`` will wait for: one from each peer that shares rows with this
+        rank."""
         ends = self._receivers[action.kind, action.stage]
         for other, (low, high) in self._shares(action):
             ends[other].post(high - low)

@@ -54,8 +54,11 @@ class Buffers:
         return Lease(arena.data[:count], arena)
 
     def release(self, leases: Iterable[Lease], read: Event | None = None) -> None:
-        """Release ``leases``. Their buffers are reused only after ``read``, the device's event after which it reads
-        them no more, or at once if ``read`` is None."""
+        """Release ``leases``, so that other messages may use their buffers.
+
+        ``read``: an event on the device after its last read of these buffers, which are not reused before this event
+        has occurred. None: they may be reused at once.
+        """
         self._released.extend([(each.arena, read or DoneEvent()) for each in leases])
 
     def close(self) -> None:

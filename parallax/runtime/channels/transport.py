@@ -26,8 +26,9 @@ class Sender(Protocol):
     """The sending end of one channel."""
 
     def send(self, tensors: Sequence[Tensor], rows: int) -> None:
-        """Send one message of a micro-batch's ``rows`` rows. It blocks only while the peer is too many messages behind.
-        The caller may drop the tensors at once, but must not change them before :meth:`Channels.drain` returns."""
+        """Send one message of a micro-batch's ``rows`` rows. The call blocks only while the peer is too many messages
+        behind. The caller may drop the tensors at once, but must not change them before :meth:`Channels.drain`
+        returns."""
 
     def flush(self) -> None:
         """Wait until the peer has received all messages. Call it after :meth:`Channels.drain`."""

@@ -66,8 +66,10 @@ class HeldMasters:
         return found if master is None else master
 
     def states(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the optimizer states of the parameter ``tensor`` by the states' names. They include its master
-        weights if this run needs them and the checkpoint has their values."""
+        """Return the optimizer states of the parameter ``tensor`` by the states' names.
+
+        The states include the parameter's master weights if this run needs them and the checkpoint has their values.
+        """
         known = self._reader.states(name)
         master = known.pop(MASTER, None)
         if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad:

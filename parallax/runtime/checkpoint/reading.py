@@ -62,11 +62,11 @@ class CheckpointReader:
     def check_names(
         self, expected: Iterable[str], fingerprint: str, structure: str = "", dtype: str = ""
     ) -> None:
-        """Raise :class:`CheckpointError` if the checkpoint is of another model.
+        """Raise :class:`CheckpointError` if the checkpoint is of another model: if the names of its model tensors
+        differ from ``expected``, or if its fingerprint differs from ``fingerprint``.
 
-        It is of another model if the names of its model tensors differ from ``expected``, or if its fingerprint differs
-        from ``fingerprint``. The fingerprint includes the number format. So a checkpoint in another format than
-        ``dtype`` is also accepted if ``structure``, a hash that does not depend on the format, is equal.
+        The fingerprint includes the number format. So a checkpoint in another format than ``dtype`` is also accepted if
+        ``structure``, a hash that does not depend on the format, is equal.
         """
         wanted = set(expected)
         found = {

@@ -45,7 +45,7 @@ class SnapshotMemory:
             return found.data
 
     def release(self, data: Tensor) -> None:
-        """Make the buffer ``data`` free again. It came from :meth:`acquire`, and its content has been written."""
+        """Release the buffer ``data``, which :meth:`acquire` returned and whose content has been written."""
         with self._changed:
             self._free.append(self._acquired.pop(data.data_ptr()))
             self._changed.notify_all()

@@ -109,11 +109,8 @@ def waits_for_others() -> bool:
 
 
 def where(thread: threading.Thread | None = None) -> str:
-    """Return the source line that ``thread`` (by default the main thread) executes, as text.
-
-    It is the innermost line of the user's code. If the thread runs no such code, it is the innermost line of all. "" if
-    the thread has ended.
-    """
+    """Return, as text, the source line that ``thread`` (by default the main thread) executes: the innermost line of the
+    user's code or, if the thread runs no such code, the innermost line of all. "" if the thread has ended."""
     observed = thread or threading.main_thread()
     frame = innermost = sys._current_frames().get(observed.ident or 0)
     while frame is not None and frame.f_code.co_filename.startswith(_OTHERS):

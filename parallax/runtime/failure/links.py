@@ -38,7 +38,7 @@ _PARTITION_ERRORS = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, err
 
 
 class UnreachableError(ConnectionError):
-    """No packet reaches the peer any more, although the peer has not closed the connection."""
+    """The network no longer reaches the peer, although the peer has not closed the connection."""
 
 
 class PeerLink:

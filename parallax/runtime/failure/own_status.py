@@ -68,7 +68,7 @@ class OwnStatus:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name the main thread's activity inside this context. The name is used outside of steps.
+        """A context in which the main thread's activity outside of steps is called ``name``.
 
         ``name`` must complete the sentence "the rank has been …".
         """

@@ -246,10 +246,10 @@ def complaint(
     limit_seconds: float,
     phase_seconds: float = 0.0,
 ) -> tuple[str, str]:
-    """Return ``what`` and ``remark`` of a :class:`FailureReport`.
+    """Return ``what`` and ``remark`` of a :class:`FailureReport` on the failure ``how`` of ``rank``.
 
-    They describe the failure ``how`` of ``rank``, one other rank that waits, and the exceeded limit. ``seen`` holds the
-    status of each rank, and the limits are those of :func:`root_cause`.
+    The texts also name one other rank that waits, and the exceeded limit. ``seen`` holds the status of each rank, and
+    the limits are those of :func:`root_cause`.
     """
     found = seen[rank]
     waiting = [

@@ -54,7 +54,8 @@ class StepVerdict:
 
 
 def judge(scale: LossScale, loss: float, norm: float, find: Callable[[], str]) -> StepVerdict:
-    """Return whether ``scale`` accepts a step with this loss and gradient norm. If not, the verdict includes the cause.
+    """Return the verdict on a step: accepted if ``scale`` accepts this loss and this gradient norm, otherwise with the
+    cause.
 
     All ranks call this function with equal ``loss`` and ``norm``. ``find`` locates the non-finite tensor. It is not
     called for the overflows that a dynamic loss scale expects.

@@ -232,10 +232,8 @@ class MetricsConfig:
                 )
 
     def check_key(self, key: str, value: str) -> None:
-        """Raise :class:`ConfigError` if checkpoints cannot be compared by ``value``, the value of the setting ``key``.
-
-        Accepted are the losses and the validation metrics of this run.
-        """
+        """Raise :class:`ConfigError` unless ``value``, the value of the setting ``key``, names a figure by which
+        checkpoints can be compared: a loss, or a validation metric of this run."""
         accepted = [*_LOSSES, *(f"{VALIDATION}{each.name}" for each in self.metrics)]
         if value not in accepted and value.startswith(VALIDATION):
             name = printable(value.removeprefix(VALIDATION))

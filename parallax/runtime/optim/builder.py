@@ -119,11 +119,8 @@ class OptimizerBuilder:
 
     @property
     def lr(self) -> float:
-        """The learning rate before the schedule's factor.
-
-        It is the learning rate of the settings. If a user's function builds the optimizer, it is the highest learning
-        rate of any parameter group.
-        """
+        """The learning rate before the schedule's factor: that of the settings or, if a user's function builds the
+        optimizer, the highest learning rate of any parameter group."""
         own = isinstance(self.config, OptimizerFactory)
         return self.nature.lr if own else self.config.lr
 

@@ -272,10 +272,11 @@ def _set_gradients(parameters: Sequence[nn.Parameter], step: int) -> None:
 
 
 def _sizes(state: Tensor, parameter: Tensor) -> StateSizes:
-    """Return the sizes of a state's dimensions in terms of its parameter, and the state's bytes per element.
+    """Return two descriptions of ``state``, an optimizer state of ``parameter``: of its dimensions, and of its bytes
+    per element.
 
-    Each dimension of ``state`` is a pair: the dimension of ``parameter`` that has the same size (or None), and the
-    size. The bytes per element are None if the parameter's elements have as many bytes.
+    For each dimension the first has a pair: the index of the dimension of ``parameter`` with the same size, or None,
+    and the size. The second is None if an element of ``state`` has as many bytes as an element of ``parameter``.
     """
     shape = list(parameter.shape)
     sizes = tuple(

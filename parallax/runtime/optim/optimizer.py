@@ -99,8 +99,8 @@ class StageOptimizer:
 
     @property
     def waiting(self) -> tuple[HostOptimizer, Stream]:
-        """The host optimizer and the offloaded parameters. Their ``stall_seconds`` count how long forwards and
-        backwards have waited for weights."""
+        """The host optimizer, and the offloaded parameters. The ``stall_seconds`` of each are the seconds that forwards
+        and backwards have waited for weights."""
         return self._host, self._streamed
 
     def zero_grad(self) -> None:
@@ -110,7 +110,8 @@ class StageOptimizer:
         self._host.zero_grad()
 
     def reduced(self, parameter: Tensor) -> None:
-        """Accept the gradient of ``parameter``, which does not change any more in this step."""
+        """Note that the gradient of ``parameter`` is final in this step. If the host steps the parameter, the gradient
+        may be copied there now."""
         self._host.reduced(parameter)
 
     def step(
@@ -165,7 +166,8 @@ class StageOptimizer:
                 set_exchanges(optimizer, False)
 
     def _step_without_gradients(self) -> None:
-        """Take a step whose settings exchange weights and states, or end a round."""
+        """Run the optimizers' ``step`` in the mode that their settings select: to exchange weights with states, or to
+        end a round."""
         self._host.finish()
         self._copies.synchronize()  # the host's copies of weights are written next
         self._on_device.step(())
@@ -173,10 +175,7 @@ class StageOptimizer:
             self._host.commit()
 
     def end_round(self) -> None:
-        """End a round of local steps: set the weights of all replicas as the outer rule says.
-
-        Gradients are dropped. All replicas call this method.
-        """
+        """End a round of local steps: average the weights over the replicas, or step them by the outer optimizer."""
         for optimizer in (self._on_device.optimizer, self._host.optimizer):
             set_ends_round(optimizer, True)
         self._step_without_gradients()
@@ -213,8 +212,7 @@ class StageOptimizer:
         return self._on_device.state_bytes + self._host.state_bytes
 
     def alone_knows(self, parameter: Tensor) -> bool:
-        """Whether this replica is the only one with the optimizer states of ``parameter``, because replicas shard the
-        states."""
+        """Whether only this replica has the optimizer states of ``parameter``, because replicas shard the states."""
         if parameter in self._sharded:
             return self._on_device.owns(parameter)
         return parameter in self._shared and owns(self._exchange, parameter)

@@ -29,9 +29,9 @@ from parallax.runtime.checkpoint.folder import INDEX
 class HeldParts:
     """A node's part of a checkpoint.
 
-    ``digest`` is the SHA-256 of the checkpoint's index file, which tells apart checkpoints of the same step. ``absent``
-    maps the name of each tensor that is not on this node to the node that saved it. ``started`` is the time of the
-    start that saved the checkpoint.
+    ``digest`` is the SHA-256 of the checkpoint's index file, which distinguishes checkpoints of the same step.
+    ``absent`` maps the name of each tensor that is not on this node to the node that saved it. ``started`` is the time
+    of the start that saved the checkpoint.
     """
 
     digest: str

@@ -186,7 +186,8 @@ class ProgramPartitioner:
     def _find_recomputed(self) -> set[int]:
         """Return the numbers of the tensors that every block recomputes instead of receiving them.
 
-        They are computed from no input, or only from integer inputs that together have no more bytes than the tensor.
+        These tensors are computed from no input, or only from integer inputs that together have no more bytes than the
+        tensor.
         """
         found: set[int] = set()
         sources: dict[int, frozenset[int]] = {}
