@@ -28,7 +28,8 @@ class Training:
         self.swapping: Swapping | None = None
 
     def begin(self, model: nn.Module, optimizers: Any) -> None:
-        """Open a new scope. If an earlier scope is still open, because its training failed, it is closed first."""
+        """Open a new scope for ``model`` and its ``optimizers``. If an earlier scope is still open, because its
+        training failed, the earlier scope is closed first."""
         self.end()
         # Other objects in the list (a placeholder, None in an evaluation) have no states to offload.
         given = [optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer)]

@@ -228,7 +228,8 @@ def read_plan(path: Path, class_paths: dict[str, str]) -> tuple[Plan, Inputs]:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Raise :class:`ConfigError` if ``path`` cannot be written. Call it before work whose result is written there."""
+    """Raise :class:`ConfigError`, which names the command-line option ``option``, if ``path`` cannot be written. Call
+    this function before work whose result is written there."""
     if path.is_dir() or not path.parent.is_dir():
         reason = (
             "it is a folder" if path.is_dir() else f"{printable(str(path.parent))} is no folder"

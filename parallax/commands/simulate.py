@@ -94,8 +94,9 @@ def _spans(forecast: Forecast, plan: Plan) -> list[Span]:
 def simulation_table(
     plan: Plan, ranks: Sequence[RankPrediction], stages: Sequence[StagePrediction]
 ) -> Table:
-    """Return a table with a row for each rank: its memory, and its seconds by category. For each pipeline rank, seconds
-    are predicted only for the replica that uses the most memory, and are shown in the rows of all replicas."""
+    """Return a table with a row for each rank: its memory, and its seconds by category, from the predictions ``ranks``
+    and ``stages``. For each pipeline rank, seconds are predicted only for the replica that uses the most memory, and
+    are shown in the rows of all replicas."""
     terms = list(dict.fromkeys(term for stage in stages for term in stage.seconds))
     shown = [term for term in terms if any(stage.seconds.get(term) for stage in stages)]
     table = Table(

@@ -119,8 +119,11 @@ def _print(
 
 
 def _table(measured: Measured, planned: Mapping[str, float]) -> Table:
-    """Return a table of the seconds of a step by category, with three figures for each category: the measured mean over
-    ranks and steps, the plan's prediction, and the rank with the most seconds."""
+    """Return a table of the seconds of a step by category.
+
+    It has three figures for each category: the ``measured`` mean over ranks and steps, the seconds ``planned`` for it,
+    and the rank with the most seconds.
+    """
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     ranks = f"{len(measured.terms)} ranks, " if len(measured.terms) > 1 else ""
     table.add_column(

@@ -63,7 +63,10 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 def read_json(path: Path, most_bytes: int, *, largest: float = math.inf) -> Any:
-    """Return the data of a JSON file; see :func:`plain_json`."""
+    """Return the data of a JSON file of at most ``most_bytes``. ``largest``: see :func:`plain_json`.
+
+    Raises ValueError, also for a larger file.
+    """
     return plain_json(read_text(path, most_bytes), largest=largest)
 
 
@@ -226,7 +229,8 @@ def take_keys(tree: dict[str, Any], keys: list[str], merged: dict[str, Any]) -> 
 
 
 def leaf_values(tree: dict[str, Any], prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
-    """Return {path: value} for every value in ``tree`` that is not a dictionary."""
+    """Return {path: value} for every value in ``tree`` that is not a dictionary. A path is ``prefix`` followed by the
+    keys that lead to the value."""
     found: dict[tuple[str, ...], Any] = {}
     for key, value in tree.items():
         path = (*prefix, str(key))

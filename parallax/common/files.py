@@ -152,7 +152,8 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def _new_folder(base: Path, prefix: str) -> tuple[int, str]:
-    """Create a folder in ``base``, and return an open file descriptor of the folder and its path."""
+    """Create a folder in ``base`` whose name begins with ``prefix``; return an open file descriptor of the folder and
+    its path."""
     while True:
         name = tempfile.mkdtemp(prefix=prefix, dir=base)
         with contextlib.suppress(FileNotFoundError):  # another process removed it as left over

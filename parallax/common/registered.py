@@ -61,7 +61,8 @@ def _kinds(base: Any, package: str) -> tuple[type[Any], ...]:
 
 
 def dataclasses_of(hint: Any) -> list[type[Any]]:
-    """Return the dataclasses that an annotation accepts: members of a union, or all options of a registered base."""
+    """Return the dataclasses that the annotation ``hint`` accepts: the members of a union, or all options of a
+    registered base."""
     if isinstance(hint, type) and issubclass(hint, Registered):
         return list(hint.kinds())
     return [

@@ -60,7 +60,7 @@ def print_exception(error: BaseException) -> str:
 def _shorten(trace: traceback.TracebackException | None, seen: set[int]) -> bool:
     """Keep only the frames of the user's code in ``trace`` and in its causes, as :func:`_frames_of_user` selects them.
 
-    Return whether any frame was removed.
+    Return whether any frame was removed. ``seen``: ids of exceptions that were shortened before.
     """
     if trace is None or id(trace) in seen:
         return False

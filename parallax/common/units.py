@@ -8,7 +8,7 @@ from parallax.errors import ConfigError, printable
 
 
 def format_bytes(count: float) -> str:
-    """Return a number of bytes as text with a unit.
+    """Return ``count``, a number of bytes, as text with a unit.
 
     >>> format_bytes(1536 * 1024)
     '1.5 MiB'
@@ -33,10 +33,11 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_rate(rate: float) -> str:
-    """Return a number per second, with two or three significant digits below 100.
+    """Return ``rate``, a number per second, as text with two or three significant digits below 100.
 
     >>> format_rate(0.027), format_rate(12.17), format_rate(2666.4)
-    ('0.027', '12.2', '2,666')"""
+    ('0.027', '12.2', '2,666')
+    """
     return _three_digits(rate) if 0 < rate < 100 else f"{rate:,.0f}"
 
 

@@ -236,7 +236,7 @@ def fingerprint(config: RunConfig) -> str:
 
 
 def differences(a: RunConfig, b: RunConfig) -> list[str]:
-    """Return one line for each key whose values differ: ``trainer.steps: 60 != 80``."""
+    """Return one line for each key whose values in ``a`` and ``b`` differ: ``trainer.steps: 60 != 80``."""
     return [f"{key}: {old} != {new}" for key, (old, new) in changes(a, b).items()]
 
 
@@ -259,7 +259,8 @@ def changes(a: RunConfig, b: RunConfig) -> dict[str, tuple[str, str]]:
 def parse(text: str, options: OptionFolders, *, sweeps: bool = False) -> Override:
     """Return the parsed override ``text``. Raises :class:`ConfigError` with the reason if ``text`` is invalid.
 
-    ``sweeps``: accept several values for one key.
+    ``options``: the folders of option files, which define the keys that select options. ``sweeps``: accept several
+    values for one key.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException

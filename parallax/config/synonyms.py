@@ -109,7 +109,7 @@ _REMARKS = {word: remark for remark, terms in _NONE.items() for word in terms.sp
 
 
 def counterpart(word: str) -> str:
-    """Return the Parallax setting that corresponds to another trainer's term; empty if there is none.
+    """Return the Parallax setting that corresponds to ``word``, a term of another trainer; empty if there is none.
 
     A setting is a key such as ``trainer.global_batch``, or an option such as ``precision=mixed_bf16``.
 
@@ -120,7 +120,8 @@ def counterpart(word: str) -> str:
 
 
 def remark(word: str) -> str:
-    """Return advice for another trainer's term that has no corresponding setting; empty for an unknown term."""
+    """Return advice for ``word``, a term of another trainer that has no corresponding setting; empty for an unknown
+    term."""
     return _REMARKS.get(_known(word), "")
 
 

@@ -80,9 +80,10 @@ class Cuda(Accelerator):
         return {name: given[name] if name in numbers else str(usual[name]) for name in usual}
 
     def arena(self, device: torch.device, count: int, remedy: str) -> Arena:
-        """Return an arena of ``count`` bytes of host memory, in pages that are registered with the CUDA runtime.
+        """Return an arena of ``count`` bytes of host memory, in pages that are registered with the CUDA runtime. Errors
+        end with ``remedy``.
 
-        torch's pinned allocator would round their size up to a power of two. ``device`` is made current for the runtime
+        torch's pinned allocator would round the size up to a power of two. ``device`` is made current for the runtime
         calls, which would otherwise create a context on another device.
         """
         runtime = torch.cuda.cudart()
@@ -118,8 +119,8 @@ class Cuda(Accelerator):
     def allocation_history(
         self, path: Path, device: torch.device, entries: int
     ) -> tuple[Callable[[], None], Callable[[], None]] | None:
-        """Return the two functions that start and stop recording, by means of torch's memory history. The written file
-        is a pickle, which Parallax never reads."""
+        """Return the two functions of :meth:`Accelerator.allocation_history`, which use torch's memory history. The
+        written file is a pickle, which Parallax never reads."""
 
         def start() -> None:
             torch.cuda.memory._record_memory_history(max_entries=entries, device=device)

@@ -183,13 +183,13 @@ class FileStaging(Protocol):
     waste_bytes: int
 
     def to_host(self, data: Tensor, ready: Event, /) -> Iterator[Tensor]:
-        """Yield the content of ``data`` in pieces of host memory, to be written to the file. Each piece is valid until
-        the next one is requested."""
+        """Yield the content of ``data``, as it is after the event ``ready``, in pieces of host memory, to be written to
+        the file. Each piece is valid until the next one is requested."""
 
     def to_device(self, target: Tensor, ready: Event, /) -> Iterator[Tensor]:
         """Yield pieces of host memory for the caller to fill from the file.
 
-        Each piece is copied to its place in ``target`` before the next one is yielded.
+        Each piece is copied to its place in ``target``, after the event ``ready``, before the next one is yielded.
         """
 
     def close(self) -> None:
@@ -379,8 +379,8 @@ class StreamCopies:
         return StreamEvent(torch.accelerator.current_stream(self._index))
 
     def copy(self, source: Tensor, target: Tensor, after: Event | None = None) -> Event:
-        """Start an asynchronous copy of ``source`` to ``target``, and return the event at its end. The caller keeps
-        both tensors until this event is done.
+        """Start an asynchronous copy of ``source`` to ``target`` after the event ``after``, by default after all queued
+        work, and return the event at its end. The caller keeps both tensors until this event is done.
 
         Host-to-host copies are synchronous.
         """

@@ -68,7 +68,7 @@ def _cgroup_files(controller: str, v1_name: str, v2_name: str, root: Path) -> It
 def usable_cores(root: Path = Path("/")) -> float:
     """Return the number of cores that this process may use: its affinity mask, reduced by control-group quotas.
 
-    The number may be a fraction such as 1.5.
+    The number may be a fraction such as 1.5. ``root`` is the root of the file system, which tests replace.
     """
     getaffinity = getattr(os, "sched_getaffinity", None)
     cores = float(len(getaffinity(0)) if getaffinity else os.cpu_count() or 1)

@@ -365,7 +365,8 @@ def shared_speeds(seconds: list[float], able: float) -> tuple[float, ...]:
 
 
 def compute_together(count: int, threads: int) -> tuple[list[float], list[float], list[float]]:
-    """Return three measurements for each k = 1 to ``count`` processes that compute at once, as three lists.
+    """Return three measurements for each k = 1 to ``count`` processes of ``threads`` threads that compute at once, as
+    three lists.
 
     The first list holds the CPU seconds of one repetition of :func:`compute_on_request`, the second the seconds of an
     all-reduce of a few numbers, and the third the seconds per byte of an all-reduce of gradients.
@@ -448,7 +449,8 @@ def _answer(worker: subprocess.Popen[str]) -> str:
 
 
 def compute_on_request(rank: int, count: int, threads: int, store: str) -> None:
-    """Entry point of the ``count`` processes of :func:`compute_together`, which rendezvous at the file ``store``.
+    """Entry point of the ``count`` processes of :func:`compute_together`, which rendezvous at the file ``store``. This
+    is the process ``rank``, which computes on ``threads`` threads.
 
     Each line of standard input is the number of processes that compute now. For each line, the process trains three
     transformer layers for a quarter of a second: repeatedly two micro-batches forward, then backward. Four all-reduces

@@ -44,8 +44,8 @@ def check_rank(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def leftover_warning(environment: Mapping[str, str] = os.environ) -> str:
-    """Return a warning if rank variables, such as ``RANK``, are set in a process that no launcher started as a rank; ''
-    otherwise."""
+    """Return a warning if rank variables, such as ``RANK``, are set in ``environment`` although no launcher has started
+    this process as a rank; '' otherwise."""
     found = _by_hand(environment)
     if not found:
         return ""
@@ -54,8 +54,8 @@ def leftover_warning(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def unset_hint(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the end of a message about missing ranks, if rank variables are set but no launcher has set them;
-    otherwise ''.
+    """Return the end of a message about missing ranks, if rank variables are set in ``environment`` but no launcher has
+    set them; otherwise ''.
 
     The text names the variables, which may be left over from another run, and the command that unsets them.
     """

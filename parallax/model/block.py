@@ -112,7 +112,7 @@ def rebuild(template: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def transform(value: Any, change: Callable[[Any], Any], kinds: tuple[type, ...] = (Tensor,)) -> Any:
-    """Return the same nested containers with ``change`` applied to each leaf.
+    """Return ``value``, nested containers, with ``change`` applied to each leaf.
 
     Containers are tuples, lists, dicts and dataclasses. All other values are leaves, and so are instances of ``kinds``.
     Named tuples keep their class, and so do dataclasses that are dicts, such as the model outputs of transformers.
@@ -182,7 +182,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def to_device(values: Any, device: torch.device) -> Any:
-    """Return the same nested containers with the tensors on ``device``.
+    """Return ``values``, nested containers, with the tensors on ``device``.
 
     Copies from host to accelerator are asynchronous, through pinned memory. Work that is enqueued on the current stream
     afterwards waits for them.
@@ -252,7 +252,7 @@ def plain_rows(tensor: Tensor) -> Tensor:
 
 
 def with_own_storage(values: Any) -> Any:
-    """Return the same nested containers, with a copy of each tensor that is a slice of a larger storage.
+    """Return ``values``, nested containers, with a copy in place of each tensor that is a slice of a larger storage.
 
     A slice that autograd saves for backward would otherwise keep the whole batch or data set alive.
     """

@@ -96,7 +96,7 @@ class Counting:
         return value
 
     def scored(self, results: Any, targets: Any, inputs: Callable[[], Any]) -> tuple[Any, Any]:
-        """Return the model's outputs and the corresponding targets.
+        """Return ``results``, the model's outputs, and ``targets``, the corresponding targets.
 
         If the model computes its loss from labels among its ``inputs()``, return its scores and these labels instead.
         If each score predicts the next label, the last score and the first label of each row are left out.

@@ -128,7 +128,8 @@ class LossConfig:
 
 
 def check_classes(loss: str, scores: Tensor) -> None:
-    """Raise :class:`DescribeError` if ``scores`` have a single class, because then the cross-entropy is always 0."""
+    """Raise :class:`DescribeError` if ``scores`` have a single class, because then the cross-entropy is always 0. The
+    message calls the loss ``loss``."""
     if scores.dim() > 1 and scores.shape[-1] == 1:
         raise DescribeError(
             f"{loss}: the model's scores have shape {list(scores.shape)}, a single class, for which the loss is always "

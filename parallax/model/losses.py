@@ -21,7 +21,7 @@ _ACCEPTED = "a tensor of one number, alone, first in a tuple, or as loss in a di
 def call_loss(
     loss: Callable[[Any, Any], Any], outputs: Any, targets: Any, *, alone: bool = False
 ) -> Tensor:
-    """Return the loss of some rows.
+    """Return ``loss(outputs, targets)``, the loss of some rows, as a tensor of one element.
 
     Raises :class:`DescribeError` if the loss is not a tensor of one element, or if the loss function uses parameters or
     buffers of the model, which have no values in this process. ``alone``: also raise an error if the function returns a

@@ -22,14 +22,15 @@ from parallax.model.pretrained import tied_names
 
 
 def materialise(chain: Chain, start: int, stop: int, device: torch.device) -> list[nn.Module]:
-    """Return the blocks ``start`` to ``stop`` − 1 with initialized parameters on ``device``."""
+    """Return the blocks ``start`` to ``stop`` − 1 of ``chain`` with initialized parameters on ``device``."""
     return list(materialise_each(chain, range(start, stop), device))
 
 
 def materialise_each(
     chain: Chain, indices: Iterable[int], device: torch.device
 ) -> Iterator[nn.Module]:
-    """Yield the blocks ``indices``, which ascend, with initialized parameters, one at a time.
+    """Yield the blocks ``indices`` of ``chain``, which ascend, with initialized parameters on ``device``, one at a
+    time.
 
     So the blocks need not all fit in memory at once. Values are created on the CPU, so that they depend neither on the
     plan nor on the device. A parameter that several of these blocks share is the same Parameter object in all of them.
@@ -64,7 +65,8 @@ def materialise_each(
 
 
 def _check_values(chain: Chain, index: int, block: nn.Module, saved: Mapping[str, str]) -> None:
-    """Raise :class:`CheckpointError` if a trained parameter contains NaN or Inf.
+    """Raise :class:`CheckpointError` if a trained parameter of ``block``, the chain's block ``index``, contains NaN or
+    Inf.
 
     Training would diverge, and no checkpoint may hold such values. Frozen parameters may be infinite, as masks are.
     ``saved`` maps names inside the block to names in the weight files.

@@ -83,7 +83,7 @@ class PrecisionConfig:
         return DTYPES[self.compute] if self.compute in _SHORT else None
 
     def autocast(self, device_type: str) -> contextlib.AbstractContextManager[object]:
-        """Return the autocast context in which blocks and loss run forward."""
+        """Return the autocast context in which blocks and loss run forward on a device of the type ``device_type``."""
         if self.compute in (self.parameters, "tf32"):
             return AS_IT_IS
         return torch.autocast(device_type, dtype=DTYPES[self.compute])

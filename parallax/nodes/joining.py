@@ -169,7 +169,8 @@ def wait_for_all(
     note_seconds: float = NOTE_SECONDS,
     meanwhile: Callable[[], object] = _nothing,
 ) -> None:
-    """Wait until all ranks have called this function with the same ``store``, and report the ranks that are missing.
+    """Wait until all ``size`` ranks have called this function with the same ``store``, and report the ranks that are
+    missing.
 
     torch itself would wait twice as long and name no rank. After ``note_seconds`` the present rank with the lowest
     number prints the missing ranks on stderr. ``meanwhile`` is called repeatedly while waiting.

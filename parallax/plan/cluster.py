@@ -276,7 +276,7 @@ class Cluster:
         return found
 
     def link(self, a: int, b: int) -> Link:
-        """Return the link between two devices."""
+        """Return the link between the devices ``a`` and ``b``."""
         nodes = self.node_of
         return self.local if nodes[a] == nodes[b] else self.remote
 

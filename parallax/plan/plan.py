@@ -218,7 +218,7 @@ EACH_MICRO_BATCH = Visits()
 def visits_of(
     schedule: Schedule, micro_batches: int, *, alone: bool, task: PlanTask = PlanTask.TRAINING
 ) -> Visits:
-    """Return the :class:`Visits` of a block in a step of ``micro_batches``.
+    """Return the :class:`Visits` of a block in a step of ``micro_batches``, when the pipeline runs ``task``.
 
     ``alone`` is True if the stage has only this block. Then a visit computes all micro-batches that the schedule lets
     the stage compute in a row. In a stage of several blocks, each micro-batch passes all blocks before the next one

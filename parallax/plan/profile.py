@@ -197,7 +197,8 @@ class Utilization:
     peak_source: str = ""
 
     def share(self, rows_per_second: float, ranks: int) -> float | None:
-        """Return the utilization of ``ranks`` devices, from 0 to 1; None if the operations or the peak are unknown."""
+        """Return the utilization of ``ranks`` devices that together compute ``rows_per_second``, from 0 to 1; None if
+        the operations or the peak are unknown."""
         if not self.flops_per_row or not self.peak_flops:
             return None
         return self.flops_per_row * rows_per_second / (ranks * self.peak_flops)

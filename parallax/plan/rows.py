@@ -43,8 +43,8 @@ def replica_rows(rows: int, replicas: int, replica: int) -> Interval:
 
 
 def overlap(a: Interval, b: Interval) -> Interval:
-    """Return the intersection of two intervals of rows. The intersection is empty if its start is not less than its
-    end."""
+    """Return the intersection of the intervals of rows ``a`` and ``b``. The intersection is empty if its start is not
+    less than its end."""
     return max(a[0], b[0]), min(a[1], b[1])
 
 

@@ -175,7 +175,8 @@ def simulate(server: Server, rate: float, max_wait: float, requests: int = REQUE
 
 
 def best_wait(server: Server, rate: float) -> float:
-    """Return the ``max_wait``, in seconds, with the smallest p99 latency at ``rate`` requests per second.
+    """Return the ``max_wait``, in seconds, with which ``server`` has the smallest p99 latency at ``rate`` requests per
+    second.
 
     If several values are equally good, the shortest one is returned.
     """
@@ -254,7 +255,8 @@ class _QueueRun:
     # ---- the HTTP thread
 
     def _http(self, now: float, what: int, request: int) -> None:
-        """Queue work for the HTTP thread: to read a request, or to write its answer.
+        """Queue work for the HTTP thread at the time ``now``: to read the request number ``request``, or to write its
+        answer.
 
         ``what`` is the kind of work, one of the module's constants.
         """

@@ -264,7 +264,7 @@ def _count(number: float | None) -> str:
 
 
 def _size(count: float) -> str:
-    """Return bytes in a few characters: 6.1G."""
+    """Return ``count`` bytes in a few characters: 6.1G."""
     number, unit = format_bytes(count).split()
     short = f"{float(number):.0f}" if float(number) >= 10 else number
     return short + unit[0]

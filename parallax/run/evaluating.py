@@ -89,7 +89,8 @@ class EvaluatedRun:
 
 
 def figures_path(job: ForwardJob) -> Path:
-    """Return the default file for the figures. Its name tells the checkpoint, the weights and the changed settings."""
+    """Return the default file for the figures of ``job``, whose name tells the checkpoint, the weights and the changed
+    settings."""
     changed = hashlib.sha256("\n".join(job.changed).encode()).hexdigest()[:8] if job.changed else ""
     parts = [job.checkpoint.name, "ema" if job.averaged else "", changed]
     return job.directory / "evaluate" / f"{'-'.join(filter(None, parts))}.json"
@@ -98,8 +99,8 @@ def figures_path(job: ForwardJob) -> Path:
 def evaluate(
     job: ForwardJob, engine: EvaluationEngine, source: Source, watchdog: Watchdog
 ) -> EvaluatedRun:
-    """Return loss and metrics of all held-out sets of ``source``. All ranks must call this function. Rank 0 shows
-    progress."""
+    """Return loss and metrics of all held-out sets of ``source``, computed by ``engine``. All ranks must call this
+    function. Rank 0 shows progress. ``watchdog`` limits the time of each batch."""
     trainer, mesh = job.config.trainer, engine.mesh
     most = trainer.eval_batches if isinstance(trainer.eval_batches, int) else None
     sets = {

@@ -136,9 +136,9 @@ def drop_contradicted(directory: Path, config: RunConfig, summary: Mapping[str, 
 
 
 def measured_spans(directory: Path, ranks: int) -> list[Span]:
-    """Return the spans (times of actions) of a run's last steps. The first steps of a run are excluded, because they
-    touch memory for the first time and open connections. Without recorded events, return the spans of the typical step
-    that the run wrote at its end."""
+    """Return the spans (times of actions) of the last steps of a run with ``ranks`` ranks. The first steps of a run are
+    excluded, because they touch memory for the first time and open connections. Without recorded events, return the
+    spans of the typical step that the run wrote at its end."""
     files = [events_path(directory, rank) for rank in range(ranks)]
     spans = [span for file in files if file.is_file() for span in _recent(file)]
     typical = directory / MEASURED_EVENTS

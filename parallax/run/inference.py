@@ -70,8 +70,8 @@ class NewRows:
 
     def data_before(self, overrides: Sequence[str], stored: RunConfig) -> DataConfig:
         """Return the data settings to which ``overrides`` are applied. If ``path`` is set, these are settings of a kind
-        of data that can read ``path``, unless ``overrides`` choose the kind; otherwise they are the run's own. Raises
-        :class:`ConfigError` if neither ``overrides`` nor ``path`` name the new rows."""
+        of data that can read ``path``, unless ``overrides`` choose the kind; otherwise they are those of ``stored``,
+        the run's own settings. Raises :class:`ConfigError` if neither ``overrides`` nor ``path`` name the new rows."""
         if any(each.startswith("data=") for each in overrides):
             return stored.data
         if self.path:

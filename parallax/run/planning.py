@@ -78,7 +78,7 @@ class Planned:
 
 
 def settle(choice: DeviceChoice) -> None:
-    """Configure this process like a rank: the number of threads, and the allocator."""
+    """Configure this process like a rank on the devices ``choice``: the number of threads, and the allocator."""
     torch.set_num_threads(choice.threads)
     if choice.kind == "cpu":
         use_one_arena()  # before a thread has another
@@ -130,9 +130,11 @@ def plan_model(
     """Measure ``chain`` on this machine and return the best plan of ``task`` for global batches like ``batch``.
 
     ``optimizer``: settings, or a function from parameter groups to a torch optimizer. ``averages``: reserve memory for
-    averaged weights. ``replicas``, ``updates``: rules of updates. ``gather_loss``: compute the loss once over all rows,
-    as contrastive losses need. ``profile`` replaces the measurement. ``present``: the cluster of the run's nodes, if
-    there are several. ``scratch``: the folder of swap files. Raises :class:`InfeasiblePlan` if no plan fits.
+    averaged weights. ``microbatch``: rows of a micro-batch, or auto. ``replicas`` and ``updates``: how replicas
+    exchange gradients or weights, and whether updates are delayed, as in the settings of these names. ``gather_loss``:
+    compute the loss once over all rows, as contrastive losses need. ``profile`` replaces the measurement. ``present``:
+    the cluster of the run's nodes, if there are several. ``scratch``: the folder of swap files. Raises
+    :class:`InfeasiblePlan` if no plan fits.
     """
     cluster, swap, plan = cluster or ClusterConfig(), swap or SwapConfig(), plan or PlanConfig()
     batch = RowCheck(chain.dtype).of(batch, "the batch to plan with")
@@ -212,7 +214,8 @@ def as_planned(cluster: ClusterConfig, requested: PlanConfig, plan: Plan) -> Clu
 
 
 def _unused(given: int, used: int) -> str:
-    """Return a message about devices that the plan does not use; empty if it uses all."""
+    """Return a message about devices that the plan does not use: it uses ``used`` of ``given`` devices. Empty if it
+    uses all."""
     if used == given:
         return ""
     return (
@@ -237,8 +240,12 @@ def check_model(
     gather_loss: bool,
     present: Cluster | None = None,
 ) -> int:
-    """Return how many devices a plan of ``chain`` for ``rows`` rows may use. If no plan can satisfy the settings, raise
-    an error before anything is measured; see :func:`~parallax.plan.search.contradiction.check_question`."""
+    """Return how many devices a plan of ``chain`` for ``rows`` rows may use.
+
+    If no plan can satisfy the settings, :class:`InfeasiblePlan` or :class:`ConfigError` is raised before anything is
+    measured; see :func:`~parallax.plan.search.contradiction.check_question`. ``present``: the cluster of the run's
+    nodes, if there are several.
+    """
     return check_question(
         Question(
             config=plan,
@@ -285,7 +292,8 @@ def remember_profile(
     swap: SwapConfig,
     gather_loss: bool,
 ) -> Path:
-    """Cache ``profile``, so that :func:`measure_model` with the same arguments returns it; return the file."""
+    """Cache ``profile``, so that :func:`measure_model` with the same other arguments returns it. Return the cache
+    file."""
     path = profile_path(
         chain, loss, **_conditions(chain, batch, choice, precision, swap, gather_loss)
     )
@@ -338,8 +346,12 @@ def plan_catalog(
     task: PlanTask = PlanTask.TRAINING,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Planned:
-    """Search a plan for machines that are not present. ``dtype``: the number format of the model's matrix products. The
-    search includes schedules and tiers that the runtime does not implement."""
+    """Return the best plan of ``task`` for the machines of ``cluster``, which are not present, and its prediction.
+
+    ``profile``: the costs of the model on these machines. ``dtype``: the number format of the model's matrix products.
+    The other arguments are those of :func:`~parallax.plan.search.search.search`. The search includes schedules and
+    tiers that the runtime does not implement. Raises :class:`InfeasiblePlan` if no plan fits.
+    """
     gathers = gather_loss and task is not PlanTask.INFERENCE
     parameters = sum(block.parameters for block in profile.blocks)
     weight_bytes = (

@@ -74,8 +74,12 @@ class _NotingRows(RowsOf):
 def predict(
     engine: ForwardEngine, source: IndexedSource, size: int, watchdog: Watchdog, to: Outputs
 ) -> PredictedRun:
-    """Write the model's outputs for all rows of ``source``, in batches of ``size`` rows. All ranks must call this
-    function. Rank 0 shows progress."""
+    """Write the model's outputs for all rows of ``source`` to ``to``, computed by ``engine`` in batches of ``size``
+    rows.
+
+    All ranks must call this function. Rank 0 shows progress and writes the outputs. ``watchdog`` limits the time of
+    each batch.
+    """
     mesh, table = engine.mesh, source.table
     assert isinstance(table, UnlabelledTable)
     first = broadcast_result(lambda: to.begin(table.fingerprint))
@@ -99,9 +103,9 @@ def predict(
 
 
 def _tensors(results: Any, top: int) -> Named:
-    """Return the tensors in a model's return value by name, in host memory. A single tensor is called ``output``;
-    others are named by their keys or numbers. With ``top``, return instead the ``top`` best classes and their softmax
-    scores."""
+    """Return the tensors in ``results``, a model's return value, by name, in host memory. A single tensor is called
+    ``output``; others are named by their keys or numbers. With ``top``, return instead the ``top`` best classes and
+    their softmax scores."""
     if top:
         return _top(scores_of(results), top)
     found = output_tensors(results)

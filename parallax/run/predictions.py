@@ -312,8 +312,8 @@ class Outputs:
         return found
 
     def begin(self, fingerprint: str) -> int:
-        """Return the number of the first row that is in no part. Raises :class:`DataError` if the rows have changed
-        since the parts were written."""
+        """Return the number of the first row that is in no part. ``fingerprint`` identifies the rows. Raises
+        :class:`DataError` if the rows have changed since the parts were written."""
         stored = self._stored_request()
         if stored.get("rows", fingerprint) != fingerprint:
             raise DataError(

@@ -77,9 +77,9 @@ class RankGroup:
         return joined([found.parts[first] for first in sorted(found.parts)]), found.step
 
     def load(self, checkpoint: Path, *, averaged: bool) -> None:
-        """Load the weights of ``checkpoint`` on all ranks, after all batches that were sent before. Raises
-        :class:`ModelFailed` with the reason if a rank cannot load them; then no rank has changed its weights. Raises
-        :class:`RanksLost` if a connection ends."""
+        """Load the weights of ``checkpoint``, or their averages if ``averaged``, on all ranks, after all batches that
+        were sent before. Raises :class:`ModelFailed` with the reason if a rank cannot load them; then no rank has
+        changed its weights. Raises :class:`RanksLost` if a connection ends."""
         message = {"do": "load", "checkpoint": str(checkpoint), "averaged": averaged}
         self._request(message)
 

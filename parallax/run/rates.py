@@ -47,7 +47,8 @@ def check_rates(config: RunConfig) -> None:
 
 
 def planned_rates(config: RunConfig, planned: Planned) -> Rates:
-    """Return the predicted latencies of a server that runs one copy of the plan."""
+    """Return the predicted latencies of a server with the settings ``config`` that runs one copy of the plan
+    ``planned``."""
     plan, local = planned.plan, isinstance(config.cluster, ClusterConfig)
     kind = planned.cluster.devices[0].kind
     server = server_of(

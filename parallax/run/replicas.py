@@ -199,7 +199,7 @@ class Replica:
                     self._attempt(server)
 
     def _attempt(self, server: ForkServer) -> None:
-        """Start all ranks, and wait until they have ended."""
+        """Start all ranks of the copy with ``server``, and wait until they have ended."""
         folder = Path(tempfile.mkdtemp(prefix=f"{self._number}-", dir=self._folder))
         ranks, report = self._job.plan.world_size, folder / "exit-report"
         heartbeats = Heartbeats(folder, ranks, Requests())
@@ -242,7 +242,7 @@ class Replica:
             time.sleep(min(_PAUSE_SECONDS * 2 ** (self._failed_starts - 1), _LONGEST_PAUSE_SECONDS))
 
     def _accept(self, listener: socket.socket, server: ForkServer, came: threading.Event) -> None:
-        """Wait until all ranks have connected. Then the copy is ready."""
+        """Wait until all ranks have connected to ``listener``. Then set ``came``: the copy is ready."""
         links = list[RankLink]()
         try:
             while len(links) < self._job.plan.world_size:

@@ -105,7 +105,8 @@ def build_stage(
     trains: bool,
     divides: bool = True,
 ) -> BuiltStage:
-    """Build this rank's stage of the plan of ``mesh``. Without ``trains``, no parameter requires a gradient.
+    """Build this rank's stage of ``chain``, under the plan of ``mesh``, with real parameters. Without ``trains``, no
+    parameter requires a gradient.
 
     ``norms`` handles the stage's BatchNorms. ``divides`` is True if the optimizer may update parts of a parameter
     separately.
@@ -193,8 +194,9 @@ class ForwardEngine:
         """Build this rank's stage of ``plan`` for forwards only, with real parameters from the model's files or its
         constructor.
 
-        Every rank calls this method, with torch.distributed initialised if the plan has more than one rank. Any plan of
-        the model works; a plan of :func:`parallax.plan.cost.forward.forward_plan` needs less memory.
+        Every rank calls this method, with torch.distributed initialised if the plan has more than one rank.
+        ``compile``: compile each block. ``scratch``: the folder of swap files. Any plan of the model works; a plan of
+        :func:`parallax.plan.cost.forward.forward_plan` needs less memory.
         """
         plan = accepted(plan, chain)
         mesh = Mesh.create(plan, device or torch.device("cpu"), {})

@@ -166,8 +166,8 @@ class Evaluation:
         return value, torch.full_like(value, weight * step.scale, requires_grad=False)
 
     def _check_mean(self, step: LossStep, results: Any, targets: Any, low: int, high: int) -> None:
-        """Raise :class:`ConfigError` if a loss of unknown kind ignores some targets, because it is then not the mean
-        over rows."""
+        """Raise :class:`ConfigError` if a loss of unknown kind ignores some targets of rows [low, high), because it is
+        then not the mean over rows."""
         if self._counting.counts_targets:
             return
         rows, first = high - low, low
@@ -489,7 +489,7 @@ def _gradient_part(gradient: Tensor | None, whole: _Whole, part: _PartOutputs) -
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have bit-identical values, NaN included."""
+    """Whether ``one`` and ``other`` have bit-identical values, NaN included."""
     return one.shape == other.shape and bool(torch.equal(_bytes(one), _bytes(other)))
 
 

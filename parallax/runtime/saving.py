@@ -132,7 +132,7 @@ class Saving:
     def save(
         self, directory: Path, step: int, entries: dict[str, Any], retention: Retention = ALL_STAY
     ) -> Path:
-        """Write a checkpoint into ``directory`` and return its folder.
+        """Write a checkpoint of ``step`` into ``directory`` and return its folder.
 
         If nodes do not share ``directory``, each node writes the files of its own ranks. ``entries`` holds the caller's
         ``state`` and ``metrics``. ``retention`` selects the older checkpoints to keep. If a weight is NaN or Inf,
@@ -146,8 +146,8 @@ class Saving:
     def begin(
         self, directory: Path, step: int, entries: dict[str, Any], retention: Retention = ALL_STAY
     ) -> None:
-        """Start a save and return when the tensors are copied; :attr:`pending` then writes them in the background. An
-        earlier save is finished first. The parameters are those of :meth:`save`."""
+        """Start a save, and return when the tensors have been copied; :attr:`pending` then writes them in the
+        background. An earlier save is finished first. The parameters are those of :meth:`save`."""
         self.pending.finish()
         self._report_left_out()
         # A copy: the caller may change its state while the checkpoint is written.

@@ -68,7 +68,8 @@ def open_checkpoint(
 
 
 def assign_weights(chain: Chain, stage: Stage, reader: CheckpointReader) -> None:
-    """Set the weights and buffers of ``stage`` to those of a checkpoint that :func:`open_checkpoint` has checked."""
+    """Set the weights and buffers of ``stage`` to those that ``reader`` reads, from a checkpoint that
+    :func:`open_checkpoint` has checked."""
     with torch.no_grad():
         stage.assign(_loaded(chain, stage, HeldMasters(reader)))
 

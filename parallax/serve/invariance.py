@@ -34,7 +34,7 @@ class Difference:
 
 
 def sample_rows(specs: Sequence[TensorSpec], rows: int) -> list[Tensor]:
-    """Return inputs of ``rows`` rows.
+    """Return ``rows`` rows for the inputs that ``specs`` describe.
 
     Floating-point inputs are random. All others are zeros, because zero is a valid index.
     """

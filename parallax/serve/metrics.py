@@ -49,7 +49,8 @@ class ServeMetrics:
         return Histogram(name, text, buckets=buckets, registry=self._registry)
 
     def text(self, queued_rows: int, model: ServedModel) -> bytes:
-        """Return all metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format. ``queued_rows`` and ``model``: the present number of rows in
+        the queue, and the served model, which some metrics describe."""
         self._queued.set(queued_rows)
         self._ready.set(model.ready)
         self._fetched.set(model.fetched_bytes)

@@ -36,7 +36,7 @@ def send(link: socket.socket, message: dict[str, Any], tensors: Sequence[Tensor]
 
 
 def receive(link: socket.socket) -> tuple[dict[str, Any], list[Tensor]]:
-    """Wait for the next message, and return the message and its tensors.
+    """Wait for the next message on ``link``, and return the message and its tensors.
 
     Raises OSError if the peer has closed the connection.
     """

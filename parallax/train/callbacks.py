@@ -88,7 +88,8 @@ class TrainingRun:
         return self.metrics.get("loss")
 
     def stop(self, reason: str = "") -> None:
-        """End the run after this step, on all ranks, with a checkpoint. The same command resumes the run."""
+        """End the run after this step, on all ranks, with a checkpoint. The run's summary records ``reason``. The same
+        command resumes the run."""
         self._requests.setdefault(_STOP, reason)
 
     def save(self) -> None:
@@ -183,13 +184,14 @@ def callback_configs(entries: Sequence[Any]) -> list[CallbackConfig]:
 
 
 def check_callbacks(entries: Sequence[Any]) -> None:
-    """Import the factories of ``callbacks``, so that a wrong name is reported before planning."""
+    """Import the factories in ``entries``, the setting ``callbacks``, so that a wrong name is reported before
+    planning."""
     for index, config in enumerate(callback_configs(entries)):
         load_target(f"callbacks[{index}].target", config.target)
 
 
 def build_callbacks(entries: Sequence[Any]) -> list[NamedCallback]:
-    """Return the callbacks of the setting ``callbacks``, made by their factories."""
+    """Return the callbacks that the factories in ``entries``, the setting ``callbacks``, make."""
     return [
         NamedCallback(
             config.target,

@@ -25,7 +25,8 @@ class RankZeroLogger:
         self._noted = 0.0  # the time of the last line of an evaluation
 
     def step(self, line: StepLine, metrics: Mapping[str, Any], ranks: Mapping[str, float]) -> None:
-        """Print and write the figures of a step. ``ranks``: further figures of each rank, which only loggers get."""
+        """Print the progress ``line`` of a step, and write its ``metrics``. ``ranks``: further figures of each rank,
+        which only loggers get."""
         if self._outputs is not None:
             log, progress = self._outputs
             log.write(metrics, ranks)

@@ -254,7 +254,7 @@ class Progress:
         )
 
     def show(self, line: StepLine) -> None:
-        """Show a finished step."""
+        """Show ``line``, the figures of a finished step."""
         self._times.append((time.monotonic(), line.step))
         if (
             isinstance(self._line, _LiveLine)

@@ -75,7 +75,7 @@ def note_restart(directory: Path, step: int, lost_steps: int) -> None:
 
 
 def note_refusal(directory: Path, reasons: Iterable[str]) -> None:
-    """Record why the run in ``directory`` continues without some hosts."""
+    """Record ``reasons``, why the run in ``directory`` continues without some hosts."""
     for reason in reasons:
         _append(directory, {_REFUSED: reason})
 

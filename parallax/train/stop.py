@@ -59,7 +59,8 @@ class StopReason(Protocol):
         """Return, at a checkpoint, why the run should end with this checkpoint; empty if it should not."""
 
     def summary_entries(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:
-        """Return entries of the summary; ``ended`` tells whether this reason ended the run."""
+        """Return entries of the summary. ``agreed``: the ranks' agreement about this reason. ``ended``: whether this
+        reason ended the run."""
 
 
 class Requested:

@@ -103,8 +103,8 @@ class UnlabelledDataConfig(IndexedDataConfig):
 
     @classmethod
     def of(cls, kind: DataConfig, bad: str) -> UnlabelledDataConfig:
-        """Return the settings for the rows of ``kind``. Raises :class:`ConfigError` for data whose rows cannot be
-        accessed by number."""
+        """Return the settings for the rows of ``kind``, with ``bad``, the reaction to a row that cannot be read. Raises
+        :class:`ConfigError` for data whose rows cannot be accessed by number."""
         if not isinstance(kind, IndexedDataConfig):
             raise ConfigError(
                 f"data={kind.name}: its rows have no numbers, so they cannot be predicted; use a kind of data that has "
@@ -176,8 +176,8 @@ class UnlabelledTable:
         return self._table.read(rows, seeds, frozenset({INPUTS}))[INPUTS]
 
     def _without_bad(self, rows: Numbers, seeds: Seeds) -> tuple[Any, list[tuple[int, str]]]:
-        """Return the inputs of ``rows``, and the bad rows with their errors. In the inputs, each bad row is replaced by
-        a readable row."""
+        """Return the inputs of ``rows``, and a list of (bad row, error). In the inputs, each bad row is replaced by a
+        readable row."""
         bad: list[tuple[int, str]] = []
         sound = list[int]()
         for place in range(len(rows)):

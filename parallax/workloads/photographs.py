@@ -72,8 +72,8 @@ class Photographs(Dataset[tuple[Tensor, int]]):
 
 
 def write(folder: Path, count: int, pixels: int, shards: int = 0) -> None:
-    """Write JPEG files into a folder for each class. ``shards``: write them into this number of tar files instead; 0:
-    into folders."""
+    """Write ``count`` photographs of ``pixels`` × ``pixels`` as JPEG files, into a folder for each class. ``shards``:
+    write them into this number of tar files instead; 0: into folders."""
     folder.mkdir(parents=True)
     tars = [tarfile.open(folder / f"{shard}.tar", "w") for shard in range(shards)]  # noqa: SIM115
     for index in range(count):

@@ -43,7 +43,8 @@ class Bottleneck(nn.Module):
 
 
 def resnet(depth: int = 50, classes: int = 2) -> nn.Sequential:
-    """Return ResNet-50, -101 or -152 (He et al. 2015) for images of any size."""
+    """Return ResNet-50, -101 or -152 (He et al. 2015), by ``depth``, for images of any size, with ``classes``
+    outputs."""
     blocks: list[nn.Module] = [_convolution(3, 64, 7, 2), nn.MaxPool2d(3, 2, 1)]
     channels = 64
     for stage, count in enumerate(RESNETS[depth]):

@@ -236,7 +236,7 @@ def plain_execution() -> Iterator[None]:
 
 
 def change(value: Any, changed: Callable[[Any], Any]) -> Any:
-    """Return the same nested lists, tuples and dicts with ``changed`` applied to every leaf."""
+    """Return ``value``, nested lists, tuples and dicts, with ``changed`` applied to every leaf."""
     kind = type(value)
     if kind is list or kind is tuple:
         return kind([change(part, changed) for part in value])

@@ -148,7 +148,7 @@ class GPT(nn.Module):
 
     @staticmethod
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy in nats over the targets that are not -100."""
+        """Return the mean cross-entropy, in nats, of ``logits`` over the ``targets`` that are not -100."""
         return F.cross_entropy(
             logits.flatten(0, 1).float()
             if logits.dtype == torch.bfloat16

@@ -248,7 +248,8 @@ def _check_known(path: str, settings_given: Mapping[str, Any], known: Any) -> No
 
 
 def _keys(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted path, key) for every key of a nested mapping."""
+    """Yield (dotted path, key) for every key of the nested mapping ``tree``. ``path``: the dotted path of ``tree``
+    itself."""
     for key, value in tree.items():
         yield f"{path}{key}", str(key)
         if isinstance(value, Mapping):

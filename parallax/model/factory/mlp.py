@@ -52,7 +52,7 @@ class MLP(nn.Sequential):
 
     @staticmethod
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy, in nats, of the byte after the window.
+        """Return the mean cross-entropy, in nats, of ``logits`` for the byte after the window.
 
         ``targets`` are these bytes, or rows of bytes of which only the last counts.
         """

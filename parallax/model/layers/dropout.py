@@ -187,7 +187,9 @@ def _channels(x: Tensor) -> tuple[int, ...]:
 
 
 def _to_alpha(x: Tensor, kept: Tensor, p: float) -> Tensor:
-    """Set dropped numbers to -alpha, then restore mean 0 and variance 1 (Klambauer et al. 2017, section 2)."""
+    """Return the result of alpha dropout: ``x`` with -alpha where the mask ``kept`` is False, scaled and shifted so
+    that mean 0 and variance 1 are restored (Klambauer et al. 2017, section 2). ``p``: the probability of dropping a
+    number."""
     scale = ((_ALPHA**2 * p + 1) * (1 - p)) ** -0.5
     return torch.where(kept, x, -_ALPHA) * scale + _ALPHA * scale * p
 

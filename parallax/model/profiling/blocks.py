@@ -110,7 +110,7 @@ def block_by_block(
 
 
 def cost_key(module: nn.Module, inputs: tuple[Tensor, ...]) -> str:
-    """Return a key that is equal for blocks of equal cost."""
+    """Return a key of the block ``module`` with these ``inputs``. Equal keys mean equal costs."""
     shapes = [
         f"{name}{tuple(tensor.shape)}{'' if _is_trained(tensor) else ' frozen'}"
         for name, tensor in module.state_dict(keep_vars=True).items()

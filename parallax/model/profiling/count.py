@@ -469,7 +469,8 @@ def _by_size(
 
 
 def _least_rows(line: Affine, size: int) -> float:
-    """Return the least whole number of rows, above 0, with which a tensor has ``size`` bytes; infinite if none."""
+    """Return the least whole number of rows, above 0, with which a tensor has ``size`` bytes; infinite if there is
+    none. ``line``: the bytes of the tensor as a function of the rows."""
     if line.at(1) >= size:
         return 1.0
     return float(math.ceil((size - line.fixed) / line.per_row)) if line.per_row > 0 else math.inf

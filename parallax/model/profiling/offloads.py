@@ -59,7 +59,7 @@ def slowdown_seconds(
     """Return the seconds by which offloading slows down ``forward`` and ``backward`` together.
 
     Waits for transfers do not count. The result is the median difference between a run with and a run without
-    offloading. Such pairs of runs are repeated for about ``seconds``.
+    offloading. Such pairs of runs are repeated for about ``seconds``, as measured by ``clock``.
     """
 
     def plain() -> float:

@@ -65,7 +65,7 @@ class FakeModel:
         return self.value_of(self.bare[id(tensor)]).to(tensor.dtype)
 
     def fake(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a new fake tensor on the CPU."""
+        """Return a new fake tensor of this shape and dtype on the CPU."""
         with self.mode:
             return torch.empty(shape, dtype=dtype, device="cpu")
 

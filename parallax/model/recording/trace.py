@@ -154,7 +154,7 @@ def draws(name: str) -> bool:
 
 
 def change(value: Any, replace: Callable[[Any], Any]) -> Any:
-    """Return the same nested containers with ``replace`` applied to each leaf.
+    """Return ``value``, nested containers, with ``replace`` applied to each leaf.
 
     Unlike :func:`transform`, it also replaces the parts of slices and of torch.Size.
     """
@@ -223,8 +223,8 @@ def split_and_join(
 
 
 def fuse_lists(trace: ForwardTrace) -> None:
-    """Fuse each instruction that splits a tensor with the instructions that join all its parts, if no other instruction
-    uses the parts."""
+    """Fuse, in ``trace``, each instruction that splits a tensor with the instructions that join all its parts, if no
+    other instruction uses the parts."""
     uses = Counter(
         part.index
         for nest in [

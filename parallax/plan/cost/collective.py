@@ -40,7 +40,8 @@ def groups_of(profile: ModelProfile, ranks: Sequence[int]) -> list[Sequence[int]
 def averaging_parts(
     profile: ModelProfile, trained_bytes: float, ranks: Sequence[int], cluster: Cluster
 ) -> tuple[float, float]:
-    """Return the seconds per step that averaging the weights takes inside the nodes, and the seconds between the nodes.
+    """Return the seconds per step that averaging the weights of the replicas on ``ranks`` takes inside the nodes, and
+    the seconds between the nodes.
 
     Weights are averaged once per round of local steps, so each number is the seconds of one average divided by the
     steps of a round; both are 0 without local steps. Each replica of a group all-reduces a part of the weights with its

@@ -27,7 +27,8 @@ def buffer_bytes(largest: Any, moved: Any) -> Any:
 
 
 def leaving_bytes(moved: Any, in_flight: int, limit: Any) -> Any:
-    """Return how many of a micro-batch's ``moved`` bytes are written to the offload tier.
+    """Return how many of a micro-batch's ``moved`` bytes are written to the offload tier, with ``in_flight``
+    micro-batches in flight.
 
     A backward that directly follows its own forward cancels the writes that have not begun, so only the bytes above the
     swap ``limit`` are written. If other micro-batches run in between, all bytes are written, unless all micro-batches

@@ -54,5 +54,5 @@ class Action:
 
 
 def is_split(listed: Sequence[Action]) -> bool:
-    """Return whether a list has separate weight-gradient passes."""
+    """Return whether the list of actions ``listed`` has separate weight-gradient passes."""
     return any(action.kind is Kind.BACKWARD_WEIGHT for action in listed)

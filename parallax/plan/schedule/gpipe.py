@@ -12,7 +12,7 @@ from parallax.plan.schedule.schedule import Ramp, Schedule
 def gpipe(pipeline_ranks: int, pipeline_rank: int, micro_batches: int, interleave: int) -> Order:
     """Return the GPipe order of one pipeline rank: all forwards, then all backwards in reverse.
 
-    Source: Huang et al. 2019, section 2.3.
+    ``interleave`` is ignored: a pipeline rank has one stage. Source: Huang et al. 2019, section 2.3.
 
     ::
 

@@ -17,6 +17,7 @@ def one_forward_one_backward(
     Source: PipeDream-Flush, Narayanan et al. 2021, section 2.2.
 
     At most ``pipeline_ranks − pipeline_rank`` micro-batches are in flight, whatever the number of micro-batches.
+    ``interleave`` is ignored: a pipeline rank has one stage.
 
     ::
 

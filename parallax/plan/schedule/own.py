@@ -69,7 +69,8 @@ def register_schedule(name: str, listing: Listing) -> None:
 
 
 def _actions_of(name: str, listed: Iterable[Action] | Action) -> list[Action]:
-    """Return the actions that a user's schedule function returned. Raises :class:`PlanError` for other values."""
+    """Return the actions in ``listed``, which the user's schedule function ``name`` returned. Raises :class:`PlanError`
+    for other values."""
     found = list(listed) if isinstance(listed, Iterable) else [listed]
     if strange := [type(each).__name__ for each in found if not isinstance(each, Action)]:
         raise PlanError(

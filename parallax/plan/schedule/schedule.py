@@ -132,7 +132,7 @@ class Schedule:
     def stages_of(
         self, pipeline_rank: int, pipeline_ranks: int, interleave: int
     ) -> tuple[int, ...]:
-        """Return the stages of a pipeline rank, in the order of the data."""
+        """Return the ``interleave`` stages of a pipeline rank, in the order of the data."""
         return self.placement.stages_of(pipeline_rank, pipeline_ranks, interleave)
 
     def order(
@@ -163,7 +163,8 @@ class Schedule:
     def compute_order(
         self, pipeline_ranks: int, pipeline_rank: int, micro_batches: int, *, interleave: int = 1
     ) -> list[Action]:
-        """Return the forwards and backwards of one pipeline rank, as a list of actions."""
+        """Return the forwards and backwards of one pipeline rank, as a list of actions. The arguments and errors are
+        those of :meth:`order`."""
         return self.order(
             pipeline_ranks, pipeline_rank, micro_batches, interleave=interleave
         ).actions()
@@ -171,14 +172,16 @@ class Schedule:
     def forwards_first(self, pipeline_ranks: int, micro_batches: int, interleave: int = 1) -> bool:
         """Return whether the last stage runs every forward before its first backward.
 
-        Only then can one loss be computed from the outputs of all micro-batches.
+        Only then can one loss be computed from the outputs of all micro-batches. ``interleave``: the number of stages
+        per pipeline rank.
         """
         return micro_batches == 1 or _forwards_first(
             self, pipeline_ranks, micro_batches, interleave
         )
 
     def in_flight(self, stages: int, stage: int, micro_batches: int, interleave: int = 1) -> int:
-        """Return the largest number of a stage's micro-batches that are in flight at one time.
+        """Return the largest number of a stage's micro-batches that are in flight at one time, with ``interleave``
+        stages per pipeline rank.
 
         In flight means that the forward has run and the backward is not complete. Stages that share a pipeline rank
         reach their peaks at different times, so the sum of their numbers is more than the pipeline rank ever holds.

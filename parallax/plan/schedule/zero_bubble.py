@@ -21,7 +21,8 @@ def zero_bubble_h1(
     """Return the ZB-H1 order of one pipeline rank: 1F1B with weight-gradient passes delayed to fill the bubble.
 
     A stage delays its weight-gradient passes by as many micro-batches as there are stages before it. So every stage has
-    as many micro-batches in flight as the first stage of 1F1B.
+    as many micro-batches in flight as the first stage of 1F1B. ``interleave`` is ignored: a pipeline rank has one
+    stage.
 
     Source: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2.1.
 
@@ -46,7 +47,8 @@ def zero_bubble_h2(
     """Return the ZB-H2 order of one pipeline rank, in which no stage waits under ideal conditions.
 
     More forwards fill the warm-up, and weight-gradient passes fill the end. No stage waits if a forward and both passes
-    of a backward take equally long. Every stage holds about twice the activations of 1F1B.
+    of a backward take equally long. Every stage holds about twice the activations of 1F1B. ``interleave`` is ignored: a
+    pipeline rank has one stage.
 
     Source: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2.2.
 

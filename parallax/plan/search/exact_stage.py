@@ -78,7 +78,11 @@ class StageSetting:
         directives: tuple[Directive, ...],
         offload: OffloadFractions,
     ) -> StageLoad:
-        """Return the cost of a stage under these conditions, with the given directives."""
+        """Return the cost, under these conditions, of the stage that begins at block ``start`` and has these
+        ``directives``.
+
+        ``offload`` has the fractions of the stage's states that are offloaded.
+        """
         return load_stage(
             profile,
             start,
@@ -124,8 +128,8 @@ def evaluate_stage(
     where: StageSetting,
     offload: OffloadFractions,
 ) -> StageChoice | None:
-    """Return the stage that starts at block ``start`` and has these ``directives``, or None if it does not fit its
-    device.
+    """Return the stage that starts at block ``start``, has these ``directives`` and runs under the conditions
+    ``where``; None if the stage does not fit its device.
 
     ``offload`` has the fractions of the stage's states that are offloaded.
     """
@@ -243,7 +247,8 @@ class ExactStageFitter:
         self._leanest = lru_cache(maxsize=None)(self._find_leanest)
 
     def _fit(self, start: int, stop: int, where: StageSetting) -> tuple[StageChoice, ...]:
-        """Return the choices for the blocks ``start`` to ``stop`` − 1; an empty tuple if nothing fits.
+        """Return the choices for a stage of the blocks ``start`` to ``stop`` − 1 under the conditions ``where``; an
+        empty tuple if nothing fits.
 
         A choice is omitted if another one is better both per micro-batch and at the end of the step.
         """
@@ -369,7 +374,8 @@ class ExactStageFitter:
         offload: OffloadFractions,
         limit: Floats | None = None,
     ) -> Floats:
-        """Return the device bytes of each choice in ``front``, by the same sum as :meth:`StageLoad.peak_bytes`.
+        """Return the device bytes of each choice in ``front`` for a stage of the blocks ``start`` to ``stop`` − 1, by
+        the same sum as :meth:`StageLoad.peak_bytes`.
 
         ``limit`` has the swap limit of each choice. Without ``limit``, the smallest possible swap limits are used.
         """
@@ -427,7 +433,8 @@ class ExactStageFitter:
         )
 
     def _find_front(self, kinds: Kinds, rows: int, split: bool) -> _Front:
-        """Return the Pareto-optimal choices of directives for a run of blocks."""
+        """Return the Pareto-optimal choices of directives for consecutive blocks of these ``kinds``, with ``rows`` rows
+        per micro-batch. ``split`` is True if the schedule splits backwards."""
         if not kinds:
             return _Front(np.zeros((1, 5)), np.zeros((1, 0), np.int8), True)
         before = self._front(kinds[:-1], rows, split)
@@ -496,7 +503,10 @@ def _columns(load: BlockLoad) -> tuple[float, ...]:
 
 
 def _passing(front: _Front, in_flight: int, limit: Floats) -> Floats:
-    """Return the transient bytes of each choice with a swap ``limit``, without those of the boundary."""
+    """Return the transient bytes of each choice in ``front``, without those of the boundary.
+
+    ``in_flight`` is the number of micro-batches in flight, and ``limit`` has the swap limit of each choice.
+    """
     passing: Floats = in_flight * front.columns[:, _KEPT] + limit + front.columns[:, _WORK]
     return passing
 

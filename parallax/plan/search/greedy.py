@@ -202,7 +202,8 @@ class GreedySearch:
         return best if best < MOST_MEMORY else None
 
     def _holds(self, shape: Shape, replicas: tuple[int, ...], memory: int) -> bool:
-        """Return whether a pipeline with these replicas fits if every device has at least ``memory`` bytes."""
+        """Return whether a pipeline of ``shape`` with these ``replicas`` per pipeline rank fits if every device has at
+        least ``memory`` bytes."""
         if shape.interleave > 1:
             return self._holds_even(shape, replicas, memory)
         in_flight_by_stage, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))

@@ -488,7 +488,8 @@ class Request:
         )
 
     def beside(self, shape: Shape) -> Beside:
-        """Return the largest numbers of ranks that the stages before and after a stage are assumed to have.
+        """Return the largest numbers of ranks that the search assumes for the stages before and after a stage, in
+        pipelines of ``shape``.
 
         Large requests assume nearly even replica counts. If a plan then has more ranks in such a stage, the full
         prediction counts their bytes.

@@ -356,7 +356,7 @@ _LONG = (
 
 
 def describe(pipeline: Pipeline) -> str:
-    """Return a description of a plan in one line.
+    """Return a description of ``pipeline`` in one line.
 
     For example: ``1f1b, 2 stages × [1, 2] replicas, 8 micro-batches of 2, keep 6, offload 4``.
     """

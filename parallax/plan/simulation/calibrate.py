@@ -70,7 +70,7 @@ def calibrate(
 
 
 def step_seconds(spans: Sequence[Span]) -> float:
-    """Return the seconds of a step from its first start to its last end, as the median over the steps."""
+    """Return the seconds of a step in ``spans``, from its first start to its last end, as the median over the steps."""
     steps: defaultdict[int, list[Span]] = defaultdict(list)
     for span in spans:
         steps[span.step].append(span)
@@ -80,7 +80,7 @@ def step_seconds(spans: Sequence[Span]) -> float:
 
 
 def seconds_by_term(spans: Iterable[Span]) -> dict[int, dict[str, float]]:
-    """Return, for each rank, the seconds of one step by term.
+    """Return, for each rank in ``spans``, the seconds of one step by term.
 
     The terms are forward, backward (including recomputed forwards), stall (waiting for swapped data), read (waiting for
     rows), receive (waiting for messages of other stages), reduce, update, and idle (the rest).
@@ -112,7 +112,8 @@ def seconds_by_term(spans: Iterable[Span]) -> dict[int, dict[str, float]]:
 def _corrected(
     profile: ModelProfile, before: Sequence[Span], after: Sequence[Span], plan: Plan
 ) -> ModelProfile:
-    """Return the profile after one correction by the ratios of measured to predicted seconds."""
+    """Return ``profile`` after one correction by the ratios of measured to predicted seconds. ``before``: the predicted
+    spans. ``after``: the measured spans."""
     was, now = _busy(before, plan), _evident(after, plan)
     blocks = list(profile.blocks)
     for index, stage in enumerate(plan.stages):

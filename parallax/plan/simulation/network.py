@@ -129,7 +129,8 @@ class Network:
         return self._links["host", rank, 0]
 
     def deliver(self, arrived: Signal, sender: int, receiver: int, count: float) -> None:
-        """Send a message of ``count`` bytes, and set ``arrived`` when it has arrived.
+        """Send a message of ``count`` bytes from the rank ``sender`` to the rank ``receiver``, and set ``arrived`` when
+        it has arrived.
 
         Messages that run at the same time share the bandwidth. Each has the full latency.
         """

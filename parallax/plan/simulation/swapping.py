@@ -60,7 +60,8 @@ class SimulatedSwap:
         self._brought = Held(0.0)  # the activations of the running backward
 
     def offload(self, key: Key, size: float) -> Routine:
-        """Wait until a block's saved activations fit the limit, then start to write them."""
+        """Wait until the saved activations of the block ``key``, of ``size`` bytes, fit the limit. Then start to write
+        them."""
         yield from self._make_room(size)
         self._resident += size
         held = Held(size)
@@ -68,7 +69,7 @@ class SimulatedSwap:
         self._copy(held)
 
     def fetch(self, step: int, stage: int, micro: int) -> None:
-        """Start to prefetch the activations of one micro-batch of a stage, last block first."""
+        """Start to prefetch the activations of micro-batch ``micro`` of ``stage`` in ``step``, last block first."""
         wanted = step, stage, micro
         mine = [held for key, held in self._held.items() if key[:3] == wanted]
         for held in reversed(mine):

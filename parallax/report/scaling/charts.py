@@ -170,7 +170,7 @@ def frontier(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def _count_bytes(axis: Any, most: int) -> None:
-    """Set the ticks of ``axis`` to round numbers of bytes."""
+    """Set the ticks of ``axis``, which ends at ``most`` bytes, to round numbers of bytes."""
     each = 2 ** max(0, math.ceil(math.log2(max(1, most) / 6)))
     ticks = range(0, round(1.25 * most) + each, each)
     axis.set_ticks(ticks, [format_bytes(size) for size in ticks])

@@ -96,7 +96,7 @@ class RequestedSettings:
 
 
 def diagnose(run: FittedRun, requested: RequestedSettings) -> Diagnosis:
-    """Return the cause that costs the run most, and the changes that would help."""
+    """Return the cause that costs the run most, and the changes of the ``requested`` settings that would help."""
     return _Doctor(run, requested).diagnosis()
 
 

@@ -53,10 +53,10 @@ def _of_step(found: Sequence[Path], step: int) -> Path:
 def _best(
     found: Sequence[Path], last: Path, metric: str, metrics: MetricsConfig
 ) -> tuple[Path, str]:
-    """Return the checkpoint with the best value of ``metric``, which is a loss or one of ``metrics``, and a message for
-    the user with this value. If no checkpoint records ``metric``, the validation loss decides. Among checkpoints with
-    equal values, the latest is chosen. Checkpoints after ``last`` are ignored, because the run did not resume from
-    them."""
+    """Return the checkpoint in ``found`` with the best value of ``metric``, which is a loss or one of ``metrics``, and
+    a message for the user with this value. If no checkpoint records ``metric``, the validation loss decides. Among
+    checkpoints with equal values, the latest is chosen. Checkpoints after ``last`` are ignored, because the run did not
+    resume from them."""
     found = [path for path in found if path.name <= last.name]
     for name in dict.fromkeys((metric, _USUAL)):
         values = {path: _value(path, name) for path in found}

@@ -87,7 +87,8 @@ def _trained(
 
 
 def _check_merge(form: ExportForm, *, merge: bool, adapting: bool) -> None:
-    """Raise :class:`ConfigError` if ``form`` cannot hold the adapters or, with ``merge``, the merged base."""
+    """Raise :class:`ConfigError` if ``form`` cannot hold what is exported: adapters, if ``adapting``, or with ``merge``
+    a base model with merged adapters."""
     if merge and not adapting:
         raise ConfigError("--merge: the run trains no adapters (model.adapter); leave it out")
     if merge and not form.takes_merged:

@@ -46,8 +46,11 @@ class Shard:
 
 
 def split_into_shards(recipes: Sequence[Recipe], held: Mapping[str, Tensor]) -> list[Shard]:
-    """Return files of about :data:`SHARD_BYTES` each. Tensors with larger elements come first, so that every tensor is
-    aligned to the size of its elements."""
+    """Return the files, of about :data:`SHARD_BYTES` each, for the tensors that ``recipes`` compute from the tensors
+    ``held``.
+
+    Tensors with larger elements come first, so that every tensor is aligned to the size of its elements.
+    """
     made = [(recipe, recipe.make(held.__getitem__)) for recipe in recipes]
     made.sort(key=lambda pair: -max(tensor.itemsize for tensor in pair[1].values()))
     shards = [Shard()]
@@ -62,7 +65,7 @@ def split_into_shards(recipes: Sequence[Recipe], held: Mapping[str, Tensor]) -> 
 
 
 def write_shards(folder: Path, shards: Sequence[Shard], read: Read) -> None:
-    """Write the files, and an index if there are several."""
+    """Write ``shards``, and an index if there are several. ``read(name)`` returns a source tensor of the recipes."""
     count = len(shards)
     stem = SINGLE.removesuffix(".safetensors")
     names = [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]

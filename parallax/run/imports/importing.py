@@ -45,8 +45,8 @@ class Imported:
 
 
 def import_settings(path: Path, form: str, overrides: Sequence[str]) -> RunConfig:
-    """Return the settings of the new run. If ``path`` is a transformers folder, it determines the model, unless the
-    user sets one."""
+    """Return the settings of the new run, which ``overrides`` define. If ``path`` is a transformers folder, the folder
+    determines the model, unless ``overrides`` choose one."""
     keys = ("model.pretrained", "model.architecture")
     named = any(configuration.override_value(overrides, key) for key in keys)
     completed = list(overrides)

@@ -66,8 +66,9 @@ def check_states(
 def state_as_kept(
     what: str, key: str, value: Tensor, parameter: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return an imported optimizer state as checkpoints hold it: counters in torch's format, other tensors in
-    ``dtype``. Error messages call the state ``what``."""
+    """Return ``value``, the imported optimizer state ``key`` of ``parameter``, as checkpoints hold it: the number of
+    steps as a scalar in float32, any other state in ``dtype`` and in the shape of the parameter. Error messages call
+    the state ``what``."""
     check_finite(what, value)
     if key == _STEP:
         return value.reshape(()).to(torch.float32)

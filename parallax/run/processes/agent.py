@@ -107,8 +107,8 @@ class Agent:
         return None
 
     def _environments(self, attempt: int, folder: Path, report: Path) -> Iterator[dict[str, str]]:
-        """Yield the environment variables of each rank: those that torchrun sets, and the file through which ranks find
-        each other."""
+        """Yield the environment variables of each rank of the attempt number ``attempt``: those that torchrun sets, the
+        file in ``folder`` through which ranks find each other, and the file ``report`` for their exit report."""
         size = str(self.ranks)
         for rank in map(str, range(self.ranks)):
             yield {

@@ -94,7 +94,7 @@ def _summary(directory: Path) -> dict[str, Any]:
 
 def _replanned(run: PreparedRun, reason: str, console: Console) -> PreparedRun:
     """Return the run with the plan that is best according to its own measurements; if planning fails, return the run
-    with the old plan."""
+    with the old plan. ``reason``: why the run is planned again, for the user."""
     console.print(f"planning again: {reason}", highlight=False, soft_wrap=True)
     try:
         with working(console, "planning again") as work:
@@ -148,7 +148,11 @@ def _blocks_of(plan: Plan, rank: int) -> str:
 def _start(
     run: PreparedRun, on_drift: OnDrift, forwarder: SignalForwarder, own_process: bool
 ) -> int:
-    """Start the ranks of the run and wait for them; return the exit code."""
+    """Start the ranks of the run, wait for them, and return the exit code.
+
+    ``on_drift``: the reaction to steps slower or faster than predicted. ``forwarder`` handles requests to end.
+    ``own_process``: this process may be replaced by a new one.
+    """
     kind = choose_devices(local_cluster(run.config)).kind
     if uses_accelerator(kind) and own_process:
         _start_afresh(run, on_drift)

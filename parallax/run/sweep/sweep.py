@@ -121,8 +121,8 @@ def _points(multirun: Multirun) -> list[Point]:
 
 
 def _check_point(point: Point, sweep_name: str, multirun: Multirun) -> bool:
-    """Return whether a point is already done with its present settings. Raises :class:`ConfigError` if the settings are
-    invalid."""
+    """Return whether ``point`` of the sweep ``sweep_name`` is already done with its present settings. Raises
+    :class:`ConfigError` if the settings are invalid."""
     overrides = [*multirun.options.overrides, *point.overrides, f"name={sweep_name}/{point.name}"]
     try:
         config = settings(overrides, RUNS).config

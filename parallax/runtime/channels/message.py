@@ -100,7 +100,7 @@ def spec_of(tensors: Sequence[Tensor]) -> Spec:
 
 @lru_cache(maxsize=256)
 def lay_out(spec: Spec) -> Layout:
-    """Return the layout of tensors with these types and shapes."""
+    """Return the layout of tensors with the types and shapes in ``spec``."""
     numbers = [len(spec)]
     for dtype, shape in spec:
         if not all(type(size) is int for size in shape):
@@ -132,8 +132,8 @@ def read_numbers(numbers: tuple[int, ...]) -> Layout:
 
 @lru_cache(maxsize=256)
 def header_of(spec: Spec) -> Tensor:
-    """Return the header of a message as bytes: the size of the whole message, the count of the layout's numbers, and
-    the numbers."""
+    """Return the header of a message with the types and shapes in ``spec`` as bytes: the size of the whole message, the
+    count of the layout's numbers, and the numbers."""
     layout = lay_out(spec)
     count = _header_bytes(len(layout.numbers))
     numbers = torch.zeros(count // 8, dtype=torch.int64)

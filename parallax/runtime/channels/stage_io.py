@@ -181,8 +181,8 @@ class StageIO:
             ends[other].send(pieces, high - low)
 
     def send_gradients(self, action: Action, gradients: Gradients) -> None:
-        """Send gradients to all peers. The gradient of a tensor without rows is sent only to the first peer, whose copy
-        of the tensor was used."""
+        """Send ``gradients``, the results of the send ``action``, to all peers. The gradient of a tensor without rows
+        is sent only to the first peer, whose copy of the tensor was used."""
         ends, shares = self._senders[action.kind, action.stage], self._shares(action)
         if len(shares) == 1:
             other, (low, high) = shares[0]

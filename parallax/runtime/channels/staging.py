@@ -182,7 +182,8 @@ class PinnedStaging:
     def send(
         self, tensors: Sequence[Tensor], targets: Sequence[Tensor], post: Callable[[], None]
     ) -> None:
-        """Copy ``tensors`` to the host on a side stream. The background thread calls ``post`` after the copies."""
+        """Copy ``tensors`` to ``targets``, views of a host buffer, on a side stream. The background thread calls
+        ``post`` after the copies."""
         sources = list(tensors)
         events: list[Event] = [
             self._copies.copy(source, target) for source, target in zip(sources, targets)

@@ -186,7 +186,7 @@ def listen_at(where: list[str]) -> socket.socket:
 
 
 def reach(hosts: list[str], port: int, token: str, rank: int) -> PeerLink:
-    """Connect to rank 0 at the first of ``hosts`` that accepts ``token``."""
+    """Connect to rank 0 at ``port`` of the first of ``hosts`` that accepts ``token``. This rank is ``rank``."""
     refused: list[str] = []
     for host in hosts:
         try:

@@ -194,8 +194,8 @@ class Watch:
         return FailureReport(self.rank, how, who, f"failed{where}: {cause}", code=code)
 
     def claim(self, report: FailureReport) -> None:
-        """Tell the other ranks, without waiting, that this rank has failed. Later claims are ignored as consequences of
-        the first."""
+        """Send ``report`` to the other ranks, without waiting: this rank has failed. Later claims are ignored as
+        consequences of the first."""
         if self._claim is None:
             self._claim = report
             self._waking.rouse()

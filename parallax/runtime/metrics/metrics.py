@@ -254,8 +254,8 @@ def _check(config: MetricConfig, metric: Any, task: Task) -> None:
 
 
 def _is_cheap(metric: Any, task: Task | None) -> bool:
-    """Whether a metric can be computed on training rows, because its states are small sums and an update needs little
-    memory."""
+    """Whether ``metric`` can be computed on training rows of ``task``, because its states are small sums and an update
+    needs little memory."""
     from torchmetrics.utilities import dim_zero_sum
 
     states = metric._defaults.values()

@@ -58,7 +58,8 @@ class OptimizerBuilder:
         outer: OuterRule | None = None,
         delays: bool = False,
     ) -> OptimizerBuilder:
-        """Return the builder for the trained parameters of ``model``."""
+        """Return the builder for the trained parameters of ``model``. The other arguments are those of the
+        constructor."""
         dtypes = [p.dtype for p in model.parameters() if p.requires_grad]
         dtype = stepped_in(dtypes[0]) if dtypes else torch.float32
         groups = ParameterGroups.of(config, model)

@@ -147,7 +147,8 @@ class ParameterGroups:
 
 
 def freeze(config: OptimizerConfig, model: nn.Module) -> None:
-    """Switch off the gradients of the parameters in groups with ``freeze: true``."""
+    """Switch off the gradients of the parameters of ``model`` that are in groups of ``config`` with ``freeze:
+    true``."""
     patterns = _patterns(config)
     if not any(each.freezes for each in patterns):
         return

@@ -63,7 +63,8 @@ class ScheduleConfig(Registered):
 
 
 def curve(schedule: ScheduleConfig, steps: int, width: int = 48) -> str:
-    """Return the factors over a run as one line of ``width`` bars; the highest bar is the largest factor."""
+    """Return the factors of ``schedule`` over a run of ``steps`` steps as one line of ``width`` bars; the highest bar
+    is the largest factor."""
     count = min(width, steps)
     places = [round(i * (steps - 1) / max(1, count - 1)) for i in range(count)]
     factors = [schedule.factor(place, steps) for place in places]

@@ -369,7 +369,8 @@ class SwapManager:
         self._prefetcher.add(batch)
 
     def _free_bytes_for(self, size: int, micro: int) -> None:
-        """Free memory until ``size`` more bytes fit within the limit, by the steps that the module docstring lists."""
+        """Free memory until ``size`` more bytes fit within the limit, by the steps that the module docstring lists.
+        Waits are counted for micro-batch ``micro``."""
         while self._accounting.resident_bytes + size > self._accounting.limit_bytes:
             if self._draining:
                 self._transfers.wait_ignoring_errors(self._draining[0], micro)

@@ -41,7 +41,8 @@ def check_model(model: Any) -> None:
 
 
 def optimizers(given: Any) -> list[Optimizer]:
-    """Return the torch optimizers in the argument ``optimizer=``, each followed by the optimizers that it wraps."""
+    """Return the torch optimizers in ``given``, the argument ``optimizer=``, each followed by the optimizers that it
+    wraps."""
     several = isinstance(given, Iterable) and not isinstance(
         given, Optimizer | Tensor | nn.Module | Mapping | str
     )

@@ -112,7 +112,8 @@ class ProcessMemory:
 def observe_process(
     model: nn.Module, optimizers: Sequence[Optimizer], limit: int, device: torch.device
 ) -> ProcessMemory | None:
-    """Bound the memory of this process from now on, and return an object that measures it.
+    """Bound the memory of this process from now on, and return an object that measures it. ``limit``: the limit in
+    bytes for ``model`` and ``optimizers``.
 
     On an accelerator the result is None, because the allocator measures its memory.
     """

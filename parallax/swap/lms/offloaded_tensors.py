@@ -58,7 +58,7 @@ class TensorOwner(Protocol):
         """Return the value of ``parameter.grad``."""
 
     def set_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        """Assign ``parameter.grad``."""
+        """Set ``parameter.grad`` to ``gradient``."""
 
     def zero_gradient(self, gradient: OffloadedGradient) -> bool:
         """Set an offloaded gradient to zero; return False, without an effect, if it is on the device."""

@@ -282,7 +282,7 @@ class OffloadedModel:
             )
 
     def set_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        """Assign ``parameter.grad``."""
+        """Set ``parameter.grad`` to ``gradient``."""
         if gradient is not None and gradient is self.gradient(parameter):
             return
         if isinstance(gradient, OffloadedGradient):

@@ -84,9 +84,11 @@ def _delaying(kind: Any, corrects: bool) -> type[Optimizer]:
 
 
 def _take_versions(optimizer: Optimizer, corrects: bool) -> dict[Tensor, dict[str, Tensor]]:
-    """Remove the versions of the weights from the states, and return them.
+    """Remove the saved versions of the weights from the optimizer states, and return them by parameter: the newest one
+    and, if ``corrects``, the previous one.
 
-    Before a parameter's first step, all versions are copies of its weights.
+    Before a parameter's first step, all versions are copies of its weights. Parameters without a gradient or a saved
+    version are left out.
     """
     found = {}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):

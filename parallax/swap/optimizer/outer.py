@@ -81,7 +81,7 @@ def in_rounds(optimizer: Optimizer, rule: OuterRule, mean: Mean | None = None) -
 
 
 def set_ends_round(optimizer: Optimizer, ends: bool) -> None:
-    """Set whether the next steps end a round, and do nothing else, or are ordinary steps."""
+    """Set whether the next steps of ``optimizer`` end a round, and do nothing else, or are ordinary steps."""
     for group in optimizer.param_groups:
         group[ENDS_ROUND] = ends
 

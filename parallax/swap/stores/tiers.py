@@ -85,7 +85,8 @@ def register_tier(tier: Tier, opener: OpenStore, check: CheckFolder = _any_folde
 
 
 def check_tier_opens(tier: Tier, directory: Path, remedies: Remedies) -> None:
-    """Raise :class:`SwapError` if a store could not be opened in ``directory`` later, in the middle of a step."""
+    """Raise :class:`SwapError`, with advice from ``remedies``, if a store in ``tier`` could not be opened in
+    ``directory`` later, in the middle of a step."""
     _OPENERS[tier.name].check(directory, remedies)
 
 

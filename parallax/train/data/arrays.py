@@ -125,7 +125,8 @@ class ArraysTable:
         return self._rows
 
     def read(self, rows: Numbers, seeds: Seeds, parts: frozenset[str]) -> Values:  # noqa: ARG002
-        """Return the rows in the dtype of the file. The engine later converts float64 values and integer targets."""
+        """Return the ``parts`` (inputs, targets) of ``rows`` in the dtype of the file. The engine later converts
+        float64 values and integer targets. ``seeds`` is ignored."""
         with timed("read"):
             found = {name: self._arrays[name].rows(rows) for name in self._columns.names(parts)}
         return self._columns.values(found, parts)

@@ -229,7 +229,8 @@ class ChatTemplate:
         return cls(tokenizer, template)
 
     def render(self, messages: Messages, tools: Any, where: str) -> tuple[str, Spans]:
-        """Return the text of a conversation, and the character range (start, end) of each answer in it.
+        """Return the text of a conversation with these ``messages`` and ``tools``, and the character range (start, end)
+        of each answer in it. Errors name the place ``where``.
 
         If the template has ``{% generation %}`` blocks, these are the answers. Otherwise the conversation is rendered
         twice for each answer: once up to the prompt for the answer, and once up to the end of the answer. The answer is
@@ -300,7 +301,8 @@ def _weighted(messages: Messages, spans: Spans, where: str) -> Spans:
 
 
 def marked(ids: list[int], offsets: Spans, spans: Spans) -> NDArray[np.int64]:
-    """Return ``ids``, with ``NO_TARGET`` added to the ids of tokens that lie outside of all ``spans``."""
+    """Return ``ids``, with ``NO_TARGET`` added to the ids of tokens that lie outside of all ``spans``. ``offsets``: the
+    character range (start, end) of each token."""
     found = np.asarray(ids, dtype=np.int64) + NO_TARGET
     places = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
     for start, stop in spans:

@@ -151,7 +151,7 @@ class Files:
         return printable(os.fsdecode(self._path(item)))
 
     def name(self, item: int) -> str:
-        """Return the path relative to the root."""
+        """Return the path of the file number ``item``, relative to the root."""
         return os.fsdecode(self._names[item])
 
     def files(self, items: Numbers) -> Iterator[IO[bytes]]:
@@ -234,7 +234,8 @@ class _FoundImages:
 
 
 def index_folder(root: Path, label: str, *, quiet: bool) -> Index:
-    """Return an index of the images below the folder of each class, in sorted order."""
+    """Return an index of the images in the class folders in ``root``, in sorted order. A class folder may have
+    subfolders. Error messages call the data ``label``."""
     begun = time.time_ns()
     folders, times = NameList(), array("q")
     with progress("finding images", None, quiet=quiet) as advance:
@@ -334,7 +335,7 @@ def _entries(root: Path, folder: str, label: str) -> tuple[list[str], list[_Imag
 
 
 def index_table(root: Path, table: Path, *, quiet: bool) -> Index:
-    """Return an index of the files and labels in a CSV file, in the order of the CSV file."""
+    """Return an index of the files and labels in the CSV file ``table``, in its order. The files are in ``root``."""
     where = printable(str(table))
     with progress("finding images", None, quiet=quiet) as advance:
         found, texts = _FoundImages(advance), list[str]()

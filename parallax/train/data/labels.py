@@ -22,8 +22,8 @@ _SETS = ("split", "set", "subset")
 
 
 def labelled_files(table: Path) -> Iterator[tuple[int, str, str]]:
-    """Yield the line, path and label of each row of a CSV file with the columns path and label, or other usual names.
-    Values are separated by commas, tabs or semicolons."""
+    """Yield the line number, path and label of each row of the CSV file ``table``, which has the columns path and
+    label, or other usual names. Values are separated by commas, tabs or semicolons."""
     where = printable(str(table))
     if not stat.S_ISREG(table.stat().st_mode):
         raise DataError(f"{where}: it is no regular file")
@@ -100,7 +100,8 @@ def numbered(labels: list[str]) -> tuple[NDArray[Any], tuple[str, ...] | None]:
 
 
 def _lines(file: TextIO, where: str) -> Iterator[str]:
-    """Yield the lines of ``file``. Raises :class:`DataError` for a line so long that it might fill the memory."""
+    """Yield the lines of ``file``. Raises :class:`DataError`, which names ``where``, for a line so long that it might
+    fill the memory."""
     number = 0
     while line := file.readline(_LONGEST_LINE):
         number += 1

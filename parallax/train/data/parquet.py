@@ -131,8 +131,8 @@ class ParquetTable:
         return int(self._ends[-1])
 
     def read(self, rows: Numbers, seeds: Seeds, parts: frozenset[str]) -> Values:  # noqa: ARG002
-        """Return the rows in the dtypes of the columns. The engine later converts float64 values and integer
-        targets."""
+        """Return the ``parts`` (inputs, targets) of ``rows`` in the dtypes of the columns. The engine later converts
+        float64 values and integer targets. ``seeds`` is ignored."""
         groups = np.searchsorted(self._ends, rows, side="right")
         places = rows - self._starts[groups]
         wanted = [(int(group), groups == group) for group in np.unique(groups)]
@@ -207,7 +207,7 @@ class ParquetTable:
 
 
 def _shared(values: Array) -> Array:
-    """Return a copy in anonymous shared memory, which does not count against the rank's memory budget."""
+    """Return a copy of ``values`` in anonymous shared memory, which does not count against the rank's memory budget."""
     copied = np.frombuffer(mmap.mmap(-1, max(1, values.nbytes)), values.dtype, values.size)
     copied = copied.reshape(values.shape)
     copied[...] = values
@@ -474,7 +474,8 @@ def _index_columns(schema: Any) -> set[str]:
 
 
 def _leaf(kind: Any) -> tuple[Any, int]:
-    """Return the type of the innermost values of nested lists, and the depth of the lists."""
+    """Return, for the Arrow type ``kind``, the type of the innermost values of nested lists, and the depth of the
+    lists."""
     types, kind, depth = _pyarrow().types, _plain(kind), 0
     while types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         kind, depth = _plain(kind.value_type), depth + 1
@@ -482,7 +483,8 @@ def _leaf(kind: Any) -> tuple[Any, int]:
 
 
 def _plain(kind: Any) -> Any:
-    """Return the storage type of an extension type, such as tensors of a fixed shape; other types unchanged."""
+    """Return the storage type of ``kind``, if it is an extension type such as tensors of a fixed shape; otherwise
+    ``kind``."""
     return getattr(kind, "storage_type", kind)
 
 

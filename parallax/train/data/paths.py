@@ -77,16 +77,16 @@ def check_folder_link(root: Path, name: Path | str, label: str) -> None:
 
 
 def check_class_folders(root: Path, label: str) -> None:
-    """Raise :class:`DataError` if the subfolders are data sets, such as train and val, because each subfolder would be
-    read as a class."""
+    """Raise :class:`DataError` if the subfolders of ``root`` are data sets, such as train and val, because each
+    subfolder would be read as a class. The message calls the data ``label``."""
     names = [each.name for each in os.scandir(root) if each.is_dir()]
     if sets := _sets([name for name in names if name.lower() in (*_TRAINING, *_HELD_OUT)]):
         raise _several(root, sets, f"{label}: it holds {{}}, which are sets of rows and no classes")
 
 
 def check_only_class(root: Path, classes: Sequence[str], label: str) -> None:
-    """Raise :class:`DataError` if there is only one class and its folder holds nothing but folders, because these inner
-    folders seem to be the classes."""
+    """Raise :class:`DataError` if there is only one class, and its folder in ``root`` holds nothing but folders,
+    because these inner folders seem to be the classes. The message calls the data ``label``."""
     if len(classes) != 1 or not os.access(root / classes[0], os.R_OK | os.X_OK):
         return
     held = [each for each in os.scandir(root / classes[0]) if not each.name.startswith(".")]

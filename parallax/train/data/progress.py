@@ -48,9 +48,9 @@ class _ProgressLines:
 def progress(
     title: str, total: int | None, *, quiet: bool, in_bytes: bool = False, rate: str = ""
 ) -> Iterator[Callable[[int], None]]:
-    """Yield a function that advances a progress bar, which appears after a second. ``total``: the final count; None if
-    unknown. ``in_bytes``: whether the bar counts bytes. ``rate``: the unit of the speed to show, if any. If stderr is
-    no terminal, a line is printed there every ten seconds instead."""
+    """Yield a function that advances a progress bar with this ``title``, which appears after a second. ``total``: the
+    final count; None if unknown. ``in_bytes``: whether the bar counts bytes. ``rate``: the unit of the speed to show,
+    if any. If stderr is no terminal, a line is printed there every ten seconds instead."""
     console = Console(stderr=True)
     if not quiet and not console.is_terminal:
         yield _ProgressLines(console, title, total, in_bytes=in_bytes).advance

@@ -230,8 +230,8 @@ class DocumentRows:
 
 
 def continued(tokens: Ids, ends: Numbers, length: int) -> DocumentRows:
-    """Return rows that never span two documents. A long document continues in the next rows. A single token at the end
-    of a document is dropped, because it has no target."""
+    """Return rows of at most ``length`` tokens that never span two documents. A long document continues in the next
+    rows. A single token at the end of a document is dropped, because it has no target."""
     begins = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])
     counts = np.maximum((ends - begins + length - 2) // length, 0)
     documents = np.repeat(np.arange(len(ends)), counts)
@@ -297,13 +297,13 @@ class TokenTable:
 
 
 def entropy(shares: NDArray[np.float64]) -> float:
-    """Return the entropy of a distribution, in nats."""
+    """Return the entropy, in nats, of the distribution ``shares``, which add up to 1."""
     shares = shares[shares > 0]
     return float(-(shares * np.log(shares)).sum())
 
 
 def outside(found: NDArray[np.int64], vocabulary: int) -> tuple[int, int] | None:
-    """Return the position (row, column) of an id that exceeds the vocabulary; None if there is none."""
+    """Return the position (row, column) of an id in ``found`` that exceeds the vocabulary; None if there is none."""
     wrong = ((found < 0) & (found != PADDING)) | (found >= vocabulary)
     if not wrong.any():
         return None

@@ -225,9 +225,9 @@ def write_tokens(
     lines: bool = False,
     field: str = "",
 ) -> None:
-    """Write the tokens of each file as one document. With ``lines``, write each non-empty line as a document instead.
-    With ``field``, write the text at this key of each line's JSON object as a document. ``files``: (path, bytes to
-    read, whether this is the whole file)."""
+    """Write to ``writer`` the tokens of each file as one document. With ``lines``, write each non-empty line as a
+    document instead. With ``field``, write the text at this key of each line's JSON object as a document. ``files``:
+    (path, bytes to read, whether this is the whole file)."""
     reader = _Reader(tokenizer, advance, lines=lines, field=field)
     with parallel_encoding(tokenizer.encode) as encode:
         for pieces in _batches(reader.pieces(files)):

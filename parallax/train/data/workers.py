@@ -67,7 +67,7 @@ class _Leaf:
 
 
 def read(tables: Mapping[str, Table], request: RowRequest) -> Values:
-    """Return the rows of ``request``. Each row has its own random numbers."""
+    """Return the rows that ``request`` asks for, from one of ``tables``. Each row has its own random numbers."""
     table, taken = tables[request.table], request.taken
     if (set_epochs := getattr(table, "set_epochs", None)) is not None:
         set_epochs(taken.epochs)

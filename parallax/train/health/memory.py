@@ -130,7 +130,8 @@ class _Account:
 
 
 def probable_cause(before: _Account, now: _Account) -> str:
-    """Return the probable cause of the growth from one account of the memory to a later one."""
+    """Return the probable cause of the growth from ``before``, the account of the memory at one time, to ``now``, a
+    later one."""
     came = {part: now.parts[part] - before.parts[part] for part in now.parts}
     risen = max(1, sum(came.values()))
     for tier, count in now.tiers.items():

@@ -53,7 +53,7 @@ class LogSender:
         self._thread.start()
 
     def send(self, step: int, figures: Mapping[str, float]) -> None:
-        """Queue a point; return at once."""
+        """Queue the ``figures`` of ``step``, and return at once."""
         if not self._queue.put((step, dict(figures))):
             self._fail("is too slow, so it gets some of the points only")
 
