@@ -209,7 +209,7 @@ def _plain(value: Any) -> Any:
 def _accepted(hint: Any, default: Any) -> str:
     """Return a text that lists the values accepted by the annotation ``hint``.
 
-    ``default``: the field's default value, which is the example in the text if it is text or a tuple.
+    ``default``: the default value of the field. A text or tuple is included in the result as an example.
     """
     accepted = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
     if len(kinds := members(hint)) > 1:

@@ -54,7 +54,6 @@ def call_loss(
 
 
 def _wrong_classes(error: Exception, scores: Any, targets: Any) -> DataError:
-    """Return the error for ``targets`` that are not classes of ``scores``."""
     shapes = [
         f"{name} have shape {tuple(each.shape)} and type {str(each.dtype).removeprefix('torch.')}"
         for name, each in (("outputs", scores), ("targets", targets))

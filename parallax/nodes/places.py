@@ -75,7 +75,6 @@ class Nodes:
         return self.first(self.mine) == self.rank
 
     def name(self, rank: int) -> str:
-        """Return the name of the node of ``rank``."""
         return self.names[self.of[rank]]
 
 
@@ -105,7 +104,6 @@ class DirectoryGroups:
 
     @property
     def sees_rank_0(self) -> bool:
-        """Whether this rank sees the directory of rank 0."""
         return self.leaders[self.rank] == 0
 
 

@@ -108,9 +108,12 @@ def correct(
 
 def drop_contradicted(directory: Path, config: RunConfig, summary: Mapping[str, Any]) -> str:
     """Remove the cached profile if the measured steps of a run contradict it, so that the next plan measures again.
-    Return a message for the user, or "". Runs with a slow rank are ignored, and so are runs that recorded steps for
-    debugging, and runs whose steps would agree without the time in which a rank waited for a core: then the machine was
-    busy while it trained, and the profile is right."""
+    Return a message for the user, or "".
+
+    Three sorts of runs are ignored: runs with a slow rank; runs that recorded steps for debugging; and runs whose steps
+    agree with the profile if the time in which a rank waited for a core is subtracted, because then only the machine
+    was busy.
+    """
     if summary.get("stragglers") or config.debug.record != "off":
         return ""
     numbers = summary.get("step_seconds_median"), summary.get("predicted_step_seconds")

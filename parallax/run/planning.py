@@ -327,7 +327,7 @@ def _conditions(
 
 
 def _offloader(choice: DeviceChoice, swap: SwapConfig, scratch: Path | None) -> Offloader | None:
-    """Return an offloader like that of a run's ranks; None if they offload nothing."""
+    """Return an offloader like that of a run's ranks; None if the settings have no offload tier."""
     tier = offload_tier(choice, swap.tier)
     return OffloadBenchmarks(tier.name, swap, swap_folder(swap, scratch)) if tier.exists else None
 

@@ -171,8 +171,8 @@ class JsonLinesFormat(OutputFormat):
 
 
 class ParquetFormat(OutputFormat):
-    """Columns for the row, its file and the outputs, which are numbers or nested lists. Each part becomes a row
-    group."""
+    """A Parquet file with columns for the row, its file and the outputs, which are numbers or nested lists. Each part
+    file of the prediction becomes a row group."""
 
     def __init__(self) -> None:
         try:

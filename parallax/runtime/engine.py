@@ -380,8 +380,8 @@ class Engine:
         unchanged. Without averages it does nothing.
 
         Steps and checkpoints are refused inside the context. They stay refused afterwards if there are replicas and the
-        code inside the context has raised an exception. In this case the trained weights are not put back, because all
-        ranks would have to take part in that, and ranks that have not failed do not.
+        code inside the context has raised an exception. In this case the averaged weights stay in place: to restore the
+        trained weights, all ranks would have to communicate, but only the failed rank leaves the context.
         """
         self._check_trained()
         exchange = self._optimizer.exchange_averages

@@ -44,8 +44,8 @@ def step_loss(evaluation: Evaluation, chain: Chain, mesh: Mesh) -> StepLoss:
 
 
 class Evaluator:
-    """Evaluates batches with ``forward``, the forwards of an engine, which compute the loss with ``evaluation``.
-    ``rows`` checks that all ranks read the same rows."""
+    """Evaluates batches by the forwards of ``forward``, whose losses ``evaluation`` computes. ``rows`` checks that all
+    ranks read the same rows."""
 
     def __init__(
         self,

@@ -323,7 +323,8 @@ class CallbackStop:
         return ""
 
     def summary_entries(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:
-        """Return the callback's reason if it ended the run; otherwise nothing."""
+        """Return the entry ``callback`` of the summary: the reason that the callback gave, or "" if no callback ended
+        the run."""
         del agreed
         return {"callback": self._callbacks.reason if ended else ""}
 

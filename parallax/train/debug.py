@@ -132,7 +132,7 @@ class Window:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """A context for one step. Recording starts when the context of the first step to record is entered, and stops
-        at the end of that of the last one."""
+        when the context of the last one has ended."""
         self._count += 1
         if self._count == self._first:
             self._start()

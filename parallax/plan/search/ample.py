@@ -24,13 +24,13 @@ from parallax.plan.simulation.predict import Forecast, predict_costs, stage_load
 def with_ample_memory(
     profile: ModelProfile, cluster: Cluster, pipeline: Pipeline, forecast: Forecast
 ) -> tuple[Pipeline, Forecast]:
-    """Return ``pipeline`` and its ``forecast``, changed so that more allocators can keep freed memory.
+    """Return ``pipeline`` and its ``forecast``, with less memory for activations where an allocator can then keep freed
+    memory.
 
-    Only pipeline ranks whose allocator would have to return freed memory to the system at once are changed. The swap
-    limits of such a rank are reduced or, if it offloads nothing, more of its blocks are recomputed. A change is
-    accepted if the allocator can then keep freed memory and the step does not take longer. Swap limits are first
-    reduced so far that a fifth of the budget is free. If that is not accepted, they are reduced only so far that the
-    allocator can keep its freed blocks. Blocks are recomputed only until the allocator can keep its freed blocks.
+    Only pipeline ranks are changed whose allocator would otherwise return freed memory to the system at once. A rank
+    that offloads activations gets smaller swap limits: first so small that a fifth of the memory stays free; if that is
+    not accepted, just small enough for the allocator to keep freed memory. On a rank that offloads nothing, more blocks
+    are recomputed. A change is accepted if the allocator can then keep freed memory and the step takes no longer.
     """
     for pipeline_rank in range(pipeline.pipeline_ranks):
         ranks = pipeline.ranks(pipeline_rank)

@@ -207,7 +207,7 @@ class _Found:
     ``timed``           pipelines that may be among the best, by the quick predictions
     ``compared``        number of partitions tried
     ``least_cost``      lower bound on the cost of the slowest pipeline rank (:meth:`StepBound.seconds`)
-    ``least_weighted``  lower bound on the largest product of cost and weight
+    ``least_weighted``  lower bound on the largest product of cost and weight of a pipeline rank (the same method)
     """
 
     def __init__(self, request: Request, forecasts: Forecasts) -> None:

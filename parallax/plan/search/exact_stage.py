@@ -208,8 +208,11 @@ class _Front:
 class _Base(NamedTuple):
     """The costs of a stage that do not depend on directives.
 
-    ``host``: bytes in the offload tier. ``streaming_seconds``: seconds for which parameter offload occupies the link to
-    the tier.
+    ``static``             device bytes that are held during the whole step
+    ``boundary``           device bytes of tensors in transit from and to other stages
+    ``host``               bytes in the offload tier
+    ``streaming_seconds``  seconds for which parameter offload occupies the link to the tier
+    ``gaps``               the bytes that the allocator loses to gaps
     """
 
     static: int

@@ -243,11 +243,8 @@ class Request:
 
     @property
     def _on_device(self) -> tuple[OffloadFractions, ...]:
-        """The fractions to try if no state is offloaded.
-
-        Depending on ``plan.shard``, they shard optimizer states over the replicas, do not shard them, or both are
-        tried. Replicas that step alone share none.
-        """
+        """The choices to try if no state is offloaded: unsharded optimizer states, states sharded over the replicas, or
+        both, as ``plan.shard`` says. If each replica steps alone, states are never sharded."""
         if self.even and not self.profile.local_groups:
             return (ALL_ON_DEVICE,)
         return {"none": (ALL_ON_DEVICE,), "optimizer": (SHARDED,)}.get(
@@ -396,7 +393,8 @@ class Request:
         return shape.schedule.ramp.left(self._weight_share, shape.interleave)
 
     def score(self, shape: Shape, slowest: float, total: float, tail: float, work: float) -> Score:
-        """Return the predicted seconds of a step with shared cores, and the same if every rank had its own cores.
+        """Return two predictions of the seconds of a step: one for ranks that share the cores of their node, and one as
+        if every rank had its own cores.
 
         The formula is in the docstring of this module.
 

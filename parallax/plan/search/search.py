@@ -130,10 +130,10 @@ def search(
 
 
 def _device_counts(config: PlanConfig, devices: int) -> list[int]:
-    """Return the device counts to try: every count that stages and replicas allow, largest first.
+    """Return the numbers of devices to try: every number that the configured stages and replicas allow, largest first.
 
-    If there are many, the largest count is followed by those that a plan with equal replica counts uses completely, and
-    then by all others.
+    If there are many, the most promising numbers come first: the largest and, for each number of stages, the largest
+    one that this number of stages divides. All others follow.
     """
     if config.ranks is not None:
         return [devices]

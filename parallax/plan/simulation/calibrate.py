@@ -217,7 +217,7 @@ def _evident(spans: Sequence[Span], plan: Plan) -> Busy:
 def evident_factors(
     factors: Mapping[int, float], predicted: Sequence[Span], measured: Sequence[Span]
 ) -> dict[int, float]:
-    """Return the slow-down factors of slow ranks, limited by the slow-down that the measured spans show.
+    """Return ``factors`` (rank → slow-down of a slow rank), each limited by the slow-down that the measured spans show.
 
     The slow-down in the spans is the ratio of the rank's measured to its predicted compute seconds, divided by the same
     ratio of the ranks without a factor. A result is at most ``UNCERTAIN`` times this slow-down. Ranks whose spans show

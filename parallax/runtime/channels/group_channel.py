@@ -74,7 +74,7 @@ class Address:
 
 
 class Underway:
-    """The messages that have been sent, and may not have been received. Their buffers must stay allocated and
+    """The messages that were sent and have possibly not been received yet. Their buffers must stay allocated and
     unchanged."""
 
     def __init__(self) -> None:

@@ -40,8 +40,8 @@ class LossScale:
     """The factor of the loss under ``precision``: a configured constant, or dynamic in fp16, or 1.
 
     With a factor of 1, an overflow of the loss or a gradient is an error by default. ``skips`` is the number of
-    consecutive steps that may be skipped. If it is 0, the default holds: 16 steps with a configured constant, otherwise
-    none besides the overflows that a dynamic factor expects.
+    consecutive steps that may be skipped. 0 means the default: 16 with a configured constant, otherwise none, except
+    for the overflows that a dynamic factor expects.
     """
 
     def __init__(self, precision: PrecisionConfig, skips: int = 0) -> None:

@@ -44,7 +44,6 @@ class RecordQueues:
         queue[record] = None
 
     def remove(self, record: Record) -> None:
-        """Remove ``record`` from its queue."""
         if record.queue is not None:
             self._all[record.queue].pop(record, None)
             record.queue = None

@@ -459,8 +459,8 @@ class OptimizerStates:
 
     @uninterrupted()
     def _keep_or_offload(self, piece: Piece, kept: int) -> int:
-        """Keep those states of ``piece``, which was stepped, for which the activations leave memory. Offload its other
-        states.
+        """After the step of ``piece``, keep as many of its states on the device as fit beside the activations, and
+        offload the others.
 
         ``kept`` is the bytes of states kept so far in this step. The result is ``kept`` plus the bytes kept of this
         piece.

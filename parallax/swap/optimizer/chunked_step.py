@@ -1,7 +1,7 @@
 """Take one optimizer step in pieces, each of which updates a subset of the parameters.
 
-Each piece is stepped by a clone of the optimizer that has only this subset of the parameters, the piece's stand-in. At
-the end, the changes that the stand-ins made to groups and attributes are copied into the optimizer.
+Each piece is stepped by a stand-in: a clone of the optimizer that has only this subset of the parameters. At the end,
+the changes that the stand-ins made to groups and attributes are copied into the optimizer.
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ class Means(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OuterRule:
-    """The outer optimizer. ``compressed``: replicas exchange rounded changes of the weights, not the weights."""
+    """The settings of the outer optimizer, SGD with Nesterov momentum. ``compressed``: replicas exchange rounded
+    changes of the weights, not the weights."""
 
     lr: float = 1.0
     momentum: float = 0.0
@@ -81,7 +82,8 @@ def in_rounds(optimizer: Optimizer, rule: OuterRule, mean: Mean | None = None) -
 
 
 def set_ends_round(optimizer: Optimizer, ends: bool) -> None:
-    """Set whether the next steps of ``optimizer`` end a round, and do nothing else, or are ordinary steps."""
+    """Set what the next steps of ``optimizer`` do. If ``ends`` is True, a step only ends the round, by a step of the
+    outer optimizer. If it is False, a step is an ordinary local step."""
     for group in optimizer.param_groups:
         group[ENDS_ROUND] = ends
 

@@ -255,7 +255,6 @@ class Members:
         return f"{self._archives.where(archive)}: the sample {printable(self._name(sample))}"
 
     def fields_of(self, sample: int) -> list[str]:
-        """Return the fields that a sample has."""
         starts = [*self._index.arrays["starts"], len(self.sizes)]
         items = self._index.arrays["fields"][starts[sample] : starts[sample + 1]]
         return [self._fields[each] for each in items]

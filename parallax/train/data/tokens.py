@@ -252,9 +252,8 @@ class MixedTable:
     def _drawn(self, rows: Numbers) -> Iterator[tuple[int, Numbers, Numbers]]:
         """Yield (part, positions in ``rows``, row numbers in the part) for each part that has some of ``rows``.
 
-        The first part has ``count`` of ``left`` rows in total, and round(r · count / left) of the first r rows, for
-        every r. This determines its rows. The remaining rows are renumbered, and divided among the other parts in the
-        same way.
+        The parts are assigned one after another. If a part has c of the n rows that no earlier part has, it has round(r
+        · c / n) of the first r of these rows, for every r.
         """
         places, left = np.arange(len(rows)), self._rows
         numbers = rows.astype(np.int64 if self._rows < _EXACT_ROWS else object)
