@@ -96,9 +96,13 @@ def run(parsed: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Column:
-    """One of the tensors of a row. ``shape``: its shape in one row. ``step_bytes``: its bytes in a global batch.
-    ``low`` and ``high``: the smallest and the largest finite value in a few rows; None if no value is finite.
-    ``non_finite``: the number of values in these rows that are not finite."""
+    """One of the tensors of a row.
+
+    ``shape``             its shape in one row
+    ``step_bytes``        its bytes in a global batch
+    ``low`` and ``high``  the smallest and the largest finite value in a few rows; None if no value is finite
+    ``non_finite``        the number of values in these rows that are not finite
+    """
 
     name: str
     dtype: str
@@ -124,9 +128,13 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Reading:
-    """The speed of reading in one process. ``rows``: the number of rows that were read. ``rows_per_second``: the speed
-    of all parts of reading together. ``parts``: part of reading, such as ``decode`` → the speed of this part alone, in
-    rows per second. ``lengths``: the lengths of the rows; None if they are all equal, or unknown."""
+    """The speed of reading in one process.
+
+    ``rows``             the number of rows that were read
+    ``rows_per_second``  the speed of all parts of reading together
+    ``parts``            part of reading, such as ``decode`` → the speed of this part alone, in rows per second
+    ``lengths``          the lengths of the rows; None if they are all equal, or unknown
+    """
 
     rows: int
     rows_per_second: float
@@ -136,11 +144,16 @@ class Reading:
 
 @dataclass(frozen=True)
 class Overview:
-    """The figures that the command shows. ``rows``: the number of training rows; None if the source does not know it.
-    ``validation``: name → number of rows of each held-out set. ``fingerprint``: a digest of the rows; None if the
-    source has none. ``first_rows``: the values of some rows as text, by the names of ``columns``. ``workers``: the
-    setting ``data.workers``; None if this kind of data has no workers. ``auto_workers``: the number of workers that
-    ``data.workers=auto`` starts. ``remarks``: messages for the user about the data."""
+    """The figures that the command shows.
+
+    ``rows``          the number of training rows; None if the source does not know it
+    ``validation``    name → number of rows of each held-out set
+    ``fingerprint``   a digest of the rows; None if the source has none
+    ``first_rows``    the values of some rows as text, by the names of ``columns``
+    ``workers``       the setting ``data.workers``; None if this kind of data has no workers
+    ``auto_workers``  the number of workers that ``data.workers=auto`` starts
+    ``remarks``       messages for the user about the data
+    """
 
     label: str
     rows: int | None

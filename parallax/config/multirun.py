@@ -56,9 +56,12 @@ def wants_sweep(overrides: Sequence[str]) -> bool:
 class Multirun:
     """A requested sweep.
 
-    ``name``: the value of ``name=``, or auto. ``hydra``: overrides of Hydra's own settings. ``overrides``: all other
-    overrides, in Hydra's syntax. ``points``: the overrides of each point; None for a searching sweeper. ``alike``: the
-    keys that have one value in all points. ``in_turn``: whether points run one after another in this process.
+    ``name``       the value of ``name=``, or auto
+    ``hydra``      overrides of Hydra's own settings
+    ``overrides``  all other overrides, in Hydra's syntax
+    ``points``     the overrides of each point; None for a searching sweeper
+    ``alike``      the keys that have one value in all points
+    ``in_turn``    whether points run one after another in this process
     """
 
     name: str

@@ -53,11 +53,12 @@ class Block:
 class Partition:
     """A model partitioned into blocks.
 
-    ``inputs``: names of the model's arguments; empty: those of the first block's forward. ``nest``: paths of the
-    tensors in nested inputs; empty if the inputs are not nested. ``template``: structure of the model's return value;
-    None if the model returns what the last block returns. ``sizes``: for each input, the required size of each
-    dimension, with None for any size; empty if unknown. ``evaluates``: False for a model that was recorded in training
-    only. ``trains``: False for a model that was recorded in evaluation only.
+    ``inputs``     names of the model's arguments; empty: those of the first block's forward
+    ``nest``       paths of the tensors in nested inputs; empty if the inputs are not nested
+    ``template``   structure of the model's return value; None if the model returns what the last block returns
+    ``sizes``      for each input, the required size of each dimension, with None for any size; empty if unknown
+    ``evaluates``  False for a model that was recorded in training only
+    ``trains``     False for a model that was recorded in evaluation only
     """
 
     blocks: tuple[Block, ...]

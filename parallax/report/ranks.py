@@ -22,13 +22,17 @@ FOLDER = "ranks"  # folder in the run directory
 class RankSnapshot:
     """The status of one rank at ``time``, in seconds since 1970 on the clock of its host.
 
-    ``ended``: how the run ended; empty while it runs. ``doing``: the current action or phase. ``step``: the number of
-    completed steps, of ``steps`` in total. ``utilization``: model FLOP utilization of the rank's device.
-    ``device_bytes``: peak memory of the device. ``host_bytes``: resident memory of the process; ``host_budget_bytes``:
-    the part of the host's memory that the process may use. ``stall_share`` and ``input_share``: the fractions of a step
-    in which the rank waited for swapped data and for rows. ``swap_bytes_per_second``: bytes moved to and from the
-    offload tier. ``fetch_seconds``: the time of waiting for rows outside of actions, averaged over the steps.
-    ``seconds_left``: the time until the last step, at the speed of the last twenty steps.
+    ``ended``                            how the run ended; empty while it runs
+    ``doing``                            the current action or phase
+    ``step``                             the number of completed steps, of ``steps`` in total
+    ``utilization``                      model FLOP utilization of the rank's device
+    ``device_bytes``                     peak memory of the device
+    ``host_bytes``                       resident memory of the process
+    ``host_budget_bytes``                the part of the host's memory that the process may use
+    ``stall_share`` and ``input_share``  the fractions of a step in which the rank waited for swapped data and for rows
+    ``swap_bytes_per_second``            bytes moved to and from the offload tier
+    ``fetch_seconds``                    the time of waiting for rows outside of actions, averaged over the steps
+    ``seconds_left``                     the time until the last step, at the speed of the last twenty steps
 
     Figures without another period are of the last step. None means that a figure is unknown, or does not exist for this
     rank.

@@ -25,9 +25,13 @@ from parallax.train.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """The figures of one evaluation. ``step``: the step of the evaluated weights. ``sets``: name → figures of each
-    held-out set, with the main set first. ``seconds``: the duration of the evaluation. ``peak_bytes``: the peak memory
-    of each rank's device."""
+    """The figures of one evaluation.
+
+    ``step``        the step of the evaluated weights
+    ``sets``        name → figures of each held-out set, with the main set first
+    ``seconds``     the duration of the evaluation
+    ``peak_bytes``  the peak memory of each rank's device
+    """
 
     job: ForwardJob
     step: int

@@ -37,10 +37,12 @@ RECENT_STEPS = 100  # number of the last steps of a run that are used
 class CorrectedProfile:
     """A profile corrected by measurements.
 
-    ``path``: the cache file of the profile; None if it is not cached. ``cluster``: the cluster of the profile, in which
-    the devices of the ranks in ``slow`` (rank → factor) are slow. ``measured_seconds``: the measured duration of a
-    step; ``first_seconds``: the duration that the plan predicted; ``second_seconds``: the duration that the corrected
-    profile predicts.
+    ``path``              the cache file of the profile; None if it is not cached
+    ``cluster``           the cluster of the profile, in which the devices of the ranks in ``slow`` (rank → factor) are
+                          slow
+    ``measured_seconds``  the measured duration of a step
+    ``first_seconds``     the duration that the plan predicted
+    ``second_seconds``    the duration that the corrected profile predicts
     """
 
     profile: ModelProfile

@@ -106,11 +106,16 @@ class NewRows:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardRequest:
-    """The forwards that a user requests. ``overrides`` change the run's settings. ``choice``: the checkpoint.
-    ``weights``: trained, ema, or None for the weights with which the run validated. ``devices``: the number of devices
-    to plan for, unless the overrides set it. ``groups``: further groups of settings that the overrides may change.
-    ``rows``: new rows, which replace the run's data. ``layer``: the module whose output is computed; empty for the
-    output of the model."""
+    """The forwards that a user requests.
+
+    ``choice``     the checkpoint
+    ``overrides``  changes of the run's settings
+    ``weights``    trained, ema, or None for the weights with which the run validated
+    ``devices``    the number of devices to plan for, unless the overrides set it
+    ``groups``     further groups of settings that the overrides may change
+    ``rows``       new rows, which replace the run's data
+    ``layer``      the module whose output is computed; empty for the output of the model
+    """
 
     task: PlanTask
     choice: CheckpointChoice
@@ -212,11 +217,15 @@ def _with_all_rows(config: RunConfig) -> RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardJob:
-    """All that a rank needs to run forwards, as plain data that is equal on all ranks. ``directory``: the directory of
-    the run. ``averaged``: use averaged weights. ``rows``: new rows, which replace the run's data. ``layer``: the module
-    whose output is computed; empty for the output of the model. ``changed``: ``key: old -> new`` for each setting that
-    differs from the run's and may change outputs or metrics. ``remarks``: messages for the user about the choice of the
-    checkpoint and the devices."""
+    """All that a rank needs to run forwards, as plain data that is equal on all ranks.
+
+    ``directory``  the directory of the run
+    ``averaged``   use averaged weights
+    ``rows``       new rows, which replace the run's data
+    ``layer``      the module whose output is computed; empty for the output of the model
+    ``changed``    ``key: old -> new`` for each setting that differs from the run's and may change outputs or metrics
+    ``remarks``    messages for the user about the choice of the checkpoint and the devices
+    """
 
     config: RunConfig
     plan: Plan

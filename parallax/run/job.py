@@ -309,12 +309,13 @@ def plan_run(
 ) -> Planned:
     """Return the plan of ``config`` on this machine or for its catalog cluster.
 
-    ``scratch``: the folder of swap files. ``profile``: used instead of a measured or derived profile. ``present``: the
-    cluster of all nodes of the run, if there are several nodes; this process is on the first node. ``verified``: the
-    plan will be trained, so the chain is compared with its model, and a batch is refused if its loss depends on its
-    division into micro-batches (:mod:`parallax.run.verified`). ``accept(chain)`` is called before weights are created,
-    and raises an error for a model that must not be planned. ``layer``: plan the model only up to the output of this
-    module; empty for the whole model.
+    ``scratch``        the folder of swap files
+    ``profile``        used instead of a measured or derived profile
+    ``present``        the cluster of all nodes of the run, if there are several; this process is on the first node
+    ``verified``       the plan will be trained, so the chain is compared with its model, and a batch is refused if its
+                       loss depends on its division into micro-batches (:mod:`parallax.run.verified`)
+    ``accept(chain)``  is called before weights are created, and raises an error for a model that must not be planned
+    ``layer``          plan the model only up to the output of this module; empty for the whole model
     """
     task = PlanTask(config.task)
     if isinstance(config.cluster, CatalogClusterConfig):

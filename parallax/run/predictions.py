@@ -36,11 +36,16 @@ _SKIPPED = ".skipped.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedRows:
-    """The outputs of consecutive rows, which end with row ``end`` - 1. ``rows``: the numbers of the rows. ``columns``:
-    name → the output of this name for each row. ``names``: the files of the rows; None if the rows have no files.
-    ``lengths``: the lengths of the rows without padding; None if rows are not padded. ``padded``: the length of every
-    row with its padding. ``bad``: number and reason of each row that is left out. ``bad_names``: the files of the rows
-    in ``bad``."""
+    """The outputs of consecutive rows, which end with row ``end`` - 1.
+
+    ``rows``       the numbers of the rows
+    ``columns``    name → the output of this name for each row
+    ``names``      the files of the rows; None if the rows have no files
+    ``lengths``    the lengths of the rows without padding; None if rows are not padded
+    ``padded``     the length of every row with its padding
+    ``bad``        number and reason of each row that is left out
+    ``bad_names``  the files of the rows in ``bad``
+    """
 
     end: int
     rows: Array
@@ -244,10 +249,14 @@ def _concatenate(file: IO[bytes], parts: Iterable[Path]) -> None:
 
 @dataclass
 class Outputs:
-    """The output file ``path`` of a prediction. ``top``: the number of best classes to write; 0 writes all outputs.
-    ``bad``: the reaction to a bad row, stop or skip. ``force``: whether to overwrite an existing file, and to discard
-    parts of a prediction with another request. ``request``: the options and settings of the command; a prediction is
-    resumed only with the same options and settings."""
+    """The output file ``path`` of a prediction.
+
+    ``top``      the number of best classes to write; 0 writes all outputs
+    ``bad``      the reaction to a bad row, stop or skip
+    ``force``    whether to overwrite an existing file, and to discard parts of a prediction with another request
+    ``request``  the options and settings of the command; a prediction is resumed only with the same options and
+                 settings
+    """
 
     path: Path
     top: int

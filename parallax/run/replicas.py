@@ -66,10 +66,15 @@ class StartFailed(ParallaxError):
 
 
 class Replica:
-    """One copy of the model. A thread starts the ranks of the copy, and starts them again when they end. ``number``:
-    the index of the copy. ``file``: the file with the job. ``folder``: the folder for temporary files. ``devices``: the
-    index of the copy's first device. ``changed``: called, by any thread, when :attr:`free` may have changed. ``say``
-    prints a line."""
+    """One copy of the model. A thread starts the ranks of the copy, and starts them again when they end.
+
+    ``number``   the index of the copy
+    ``file``     the file with the job
+    ``folder``   the folder for temporary files
+    ``devices``  the index of the copy's first device
+    ``changed``  called, by any thread, when :attr:`free` may have changed
+    ``say``      prints a line
+    """
 
     def __init__(
         self,

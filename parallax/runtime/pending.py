@@ -48,11 +48,13 @@ class SaveProgress(IntEnum):
 class SaveInProgress:
     """One save.
 
-    ``fence``: decides whether this start of the run may still complete checkpoints in the folder. ``entries``: the
-    index entries that are known before anything is written, equal on all ranks. ``retention``: selects the older
-    checkpoints to keep. ``part``: the future of this rank's files, which ``thread`` writes. ``cancel()`` makes the
-    thread skip the files that are not written yet. ``naming``: the future of writing the index and renaming the folder;
-    None until all ranks have written their files.
+    ``fence``      decides whether this start of the run may still complete checkpoints in the folder
+    ``entries``    the index entries that are known before anything is written, equal on all ranks
+    ``retention``  selects the older checkpoints to keep
+    ``part``       the future of this rank's files, which ``thread`` writes
+    ``cancel()``   makes the thread skip the files that are not written yet
+    ``naming``     the future of writing the index and renaming the folder; None until all ranks have written their
+                   files
     """
 
     directory: Path

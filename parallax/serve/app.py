@@ -40,9 +40,10 @@ _GONE = 499  # as proxies log it; nobody reads this answer
 class ServeApp:
     """The ASGI application that serves one model.
 
-    ``token``: the token that a request must have; empty: no token is needed. ``version``: the version of Parallax.
-    ``draining``: True while the server shuts down; queued requests are then still answered, and new ones refused.
-    ``unanswered``: the number of requests in progress.
+    ``token``       the token that a request must have; empty: no token is needed
+    ``version``     the version of Parallax
+    ``draining``    True while the server shuts down; queued requests are then still answered, and new ones refused
+    ``unanswered``  the number of requests in progress
     """
 
     def __init__(

@@ -55,9 +55,12 @@ class TensorSpec:
 class BatchOutputs(NamedTuple):
     """The outputs of a batch or of one request.
 
-    ``tensors``: on the CPU. ``version``: the version of the weights that computed them. ``queue_seconds``: how long the
-    request was queued. ``compute_seconds``: how long its batch was computed. Both times are 0 in the outputs of a
-    batch.
+    ``tensors``          the output tensors, on the CPU
+    ``version``          the version of the weights that computed them
+    ``queue_seconds``    how long the request was queued
+    ``compute_seconds``  how long its batch was computed
+
+    Both times are 0 in the outputs of a batch.
     """
 
     tensors: list[Tensor]

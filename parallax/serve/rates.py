@@ -35,9 +35,11 @@ def server_of(
 ) -> Server:
     """Return the description of a server, from which :mod:`parallax.plan.serving` predicts latencies.
 
-    ``times``: the seconds of the model's batches. ``http``: the HTTP thread's processor seconds for each request, and
-    for each batch. ``kind``: the type of the devices, such as cpu. ``threads``: the number of threads with which all
-    ranks together compute on a CPU. ``copies``: the number of copies of the pipeline.
+    ``times``    the seconds of the model's batches
+    ``http``     the HTTP thread's processor seconds for each request, and for each batch
+    ``kind``     the type of the devices, such as cpu
+    ``threads``  the number of threads with which all ranks together compute on a CPU
+    ``copies``   the number of copies of the pipeline
     """
     if config.batch_invariant:
         times = times.padded()

@@ -43,13 +43,15 @@ Report = Callable[[str, str], None]
 
 
 class TrainingRun:
-    """The state of a run, as callbacks see it, and methods by which callbacks request actions. ``engine``: this rank's
-    engine. ``directory``: the run's directory.
+    """The state of a run, as callbacks see it, and methods by which callbacks request actions.
 
-    ``metrics``: the figures of the last step, as in ``metrics.jsonl``. ``validation``: the figures of the last
-    evaluation; empty before the first. ``checkpoint``: the last checkpoint that became complete since this process
-    started. ``ended``: why the run ends, as ``ended`` in the run's summary; empty before ``on_run_end``.
-    ``total_steps``: the number of steps of the whole run.
+    ``engine``       this rank's engine
+    ``directory``    the run's directory
+    ``metrics``      the figures of the last step, as in ``metrics.jsonl``
+    ``validation``   the figures of the last evaluation; empty before the first
+    ``checkpoint``   the last checkpoint that became complete since this process started
+    ``ended``        why the run ends, as ``ended`` in the run's summary; empty before ``on_run_end``
+    ``total_steps``  the number of steps of the whole run
     """
 
     def __init__(self, engine: Engine, directory: Path, total_steps: int) -> None:

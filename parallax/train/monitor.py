@@ -201,12 +201,15 @@ _SHOWN_SHARE = 0.005  # least share of a step that is shown; less would read 0%
 class StepLine:
     """The figures in the progress line of a step.
 
-    ``rate``: the speed in rows or tokens per second, as ``unit`` says. ``peak_bytes`` and ``budget_bytes``: peak memory
-    and budget of the rank whose device is fullest. ``offloaded_bytes``: the bytes that all ranks have offloaded; None
-    if no stage swaps. ``overlap``: the fraction of the transfer time during which no rank waited. ``stall_seconds``:
-    the longest wait of a rank for swapped data. ``skipped``: the number of skipped steps so far. ``input_share``: the
-    longest wait of a rank for rows, as a fraction of the step. ``learning_rate``: 0 if unknown. ``utilization``: model
-    FLOP utilization of all devices; None if unknown.
+    ``rate``                             the speed in rows or tokens per second, as ``unit`` says
+    ``peak_bytes`` and ``budget_bytes``  peak memory and budget of the rank whose device is fullest
+    ``offloaded_bytes``                  the bytes that all ranks have offloaded; None if no stage swaps
+    ``overlap``                          the fraction of the transfer time during which no rank waited
+    ``stall_seconds``                    the longest wait of a rank for swapped data
+    ``skipped``                          the number of skipped steps so far
+    ``input_share``                      the longest wait of a rank for rows, as a fraction of the step
+    ``learning_rate``                    the learning rate of the step; 0 if unknown
+    ``utilization``                      model FLOP utilization of all devices; None if unknown
     """
 
     step: int

@@ -41,9 +41,10 @@ class Agreed:
 class StopReason(Protocol):
     """A reason to end a run early. All fields are equal on every rank.
 
-    ``name``: the value of ``ended`` in the summary. ``at_checkpoints``: whether to call :meth:`verdict` at checkpoints.
-    ``ends``: whether a verdict ends the run, or is only reported. ``then``: a text for messages that tells what happens
-    next.
+    ``name``            the value of ``ended`` in the summary
+    ``at_checkpoints``  whether to call :meth:`verdict` at checkpoints
+    ``ends``            whether a verdict ends the run, or is only reported
+    ``then``            a text for messages that tells what happens next
     """
 
     name: str

@@ -47,9 +47,12 @@ _ALPHA = (
 class Draws:
     """The source of random numbers for one forward of a block.
 
-    ``noise``: the generator of masks on the block's device. ``seed``: the run's seed. ``step``: the number of the step.
-    ``first``: the index of the micro-batch's first row on this rank, in the global batch. ``rows``: the number of the
-    micro-batch's rows on this rank. ``block``: the block's index.
+    ``noise``  the generator of masks on the block's device
+    ``seed``   the run's seed
+    ``step``   the number of the step
+    ``first``  the index of the micro-batch's first row on this rank, in the global batch
+    ``rows``   the number of the micro-batch's rows on this rank
+    ``block``  the block's index
     """
 
     noise: RowNoise

@@ -18,10 +18,13 @@ from parallax.model.recurrent import recurrent_weights
 class BlockSizes:
     """Sizes of a block in the chain's number format.
 
-    ``parameters``: the number of parameters. ``parameter_bytes``: the bytes of all parameters. ``frozen_bytes``: the
-    bytes of the frozen parameters. ``largest_bytes``: the bytes of the largest trained parameter. ``buffer_bytes``:
-    twice the bytes of all buffers, because a copy is kept to undo a step. Buffers that are not floating-point keep
-    their dtype.
+    ``parameters``       the number of parameters
+    ``parameter_bytes``  the bytes of all parameters
+    ``frozen_bytes``     the bytes of the frozen parameters
+    ``largest_bytes``    the bytes of the largest trained parameter
+    ``buffer_bytes``     twice the bytes of all buffers, because a copy is kept to undo a step
+
+    Buffers that are not floating-point keep their dtype.
     """
 
     parameters: int

@@ -95,10 +95,13 @@ def count(
 class _Counted:
     """The work of one block at one number of rows.
 
-    ``forward``: the work of the forward. ``input_gradient`` and ``weight_gradient``: the parts of the backward's work.
-    ``entering`` and ``leaving``: the bytes of the block's inputs and outputs. ``outputs``: the block's output tensors.
-    ``movable``: the bytes of each saved tensor of any size that could be offloaded. The other fields are bytes, as in
-    :class:`~parallax.plan.profile.BlockCost`.
+    ``forward``                                 the work of the forward
+    ``input_gradient`` and ``weight_gradient``  the parts of the backward's work
+    ``entering`` and ``leaving``                the bytes of the block's inputs and outputs
+    ``outputs``                                 the block's output tensors
+    ``movable``                                 the bytes of each saved tensor of any size that could be offloaded
+
+    The other fields are bytes, as in :class:`~parallax.plan.profile.BlockCost`.
     """
 
     rows: int

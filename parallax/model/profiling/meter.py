@@ -20,9 +20,11 @@ from parallax.model.saved import address
 class PassWork:
     """The work of the operators of one pass.
 
-    ``flops``: operations of matrix products, including those in attention. ``attention_flops``: the operations in
-    attention. ``operands``: elements that the matrix products outside of attention read and write. ``bytes``: bytes
-    that all other operators read and write. ``kernels``: the number of kernels.
+    ``flops``            operations of matrix products, including those in attention
+    ``attention_flops``  the operations in attention
+    ``operands``         elements that the matrix products outside of attention read and write
+    ``bytes``            bytes that all other operators read and write
+    ``kernels``          the number of kernels
     """
 
     flops: float = 0.0

@@ -122,9 +122,10 @@ class ForwardTensor:
 class ForwardProgram:
     """The program of all runs: steps in order, all tensors, and the return value with a slot for each tensor.
 
-    ``inputs``: the numbers of the input tensors. ``evaluates`` and ``trains``: whether the program is that of
-    evaluation, and that of training; usually both are True. ``dropped`` and ``packs``: see :class:`ForwardTrace`.
-    ``other_mode``: {mode: paths of modules that are not in this mode after ``train(mode)``}.
+    ``inputs``                    the numbers of the input tensors
+    ``evaluates`` and ``trains``  whether the program is that of evaluation, and that of training; usually both are True
+    ``dropped`` and ``packs``     see :class:`ForwardTrace`
+    ``other_mode``                {mode: paths of modules that are not in this mode after ``train(mode)``}
     """
 
     steps: list[ForwardStep]
@@ -269,9 +270,10 @@ def _merge(
 ) -> Any:
     """Return the arguments of a call, with slots for the values that differ between runs.
 
-    ``nests``: the arguments in each run. ``others``: for each run, the mapping of the first run's tensors to those of
-    this run. ``late`` and ``evaluated``: the same for the run in evaluation mode, if there is one. ``owner``: the
-    module that makes the call, for errors.
+    ``nests``                   the arguments in each run
+    ``others``                  for each run, the mapping of the first run's tensors to those of this run
+    ``late`` and ``evaluated``  the same for the run in evaluation mode, if there is one
+    ``owner``                   the module that makes the call, for errors
     """
     columns = list(zip(*(parts(nest) for nest in nests), strict=True))
     lates: Iterator[Any] = iter(parts(late)) if evaluated is not None else iter(())

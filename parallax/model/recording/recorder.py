@@ -74,11 +74,12 @@ from parallax.model.recording.value_oracle import (
 class ForwardRecorder(TorchFunctionMode):
     """Records one run of ``fakes.model``.
 
-    ``traced``: paths of the modules to trace inside; a call of any other module is one instruction. ``divided``: paths
-    of modules that are too large to be one instruction. In these, a branch on the sample's values is recorded as an
-    assumption. ``given(name)`` returns the sample's value of an input. ``kept``: {(module path, attribute): tensor}
-    that an earlier run left in the model. ``layer``: the module at whose output the trace ends; empty: it ends at the
-    model's output.
+    ``traced``       paths of the modules to trace inside; a call of any other module is one instruction
+    ``divided``      paths of modules that are too large to be one instruction. In these, a branch on the sample's
+                     values is recorded as an assumption.
+    ``given(name)``  returns the sample's value of an input
+    ``kept``         {(module path, attribute): tensor} that an earlier run left in the model
+    ``layer``        the module at whose output the trace ends; empty: it ends at the model's output
     """
 
     def __init__(

@@ -54,9 +54,11 @@ class Context:
 class TracedTensor:
     """A tensor of a trace.
 
-    ``shape``: empty for a nested tensor. ``storage``: the id of the tensor's storage. ``depends``: whether the tensor's
-    values depend on the model's inputs. ``name``: the name of the tensor in the model, or of the input; empty for other
-    tensors. ``value``: the value of a tensor from outside the model; None for other tensors.
+    ``shape``    the size of each dimension; empty for a nested tensor
+    ``storage``  the id of the tensor's storage
+    ``depends``  whether the tensor's values depend on the model's inputs
+    ``name``     the name of the tensor in the model, or of the input; empty for other tensors
+    ``value``    the value of a tensor from outside the model; None for other tensors
     """
 
     origin: Origin
@@ -106,9 +108,10 @@ def size_of(size: torch.SymInt, nested: Iterable[tuple[int, Tensor]]) -> SizeOf 
 class Instruction:
     """A recorded call, with slots in place of tensors and modules.
 
-    ``target``: the function that is called, or the path of the module. ``results``: (path in the result, number) for
-    each result tensor. ``writes``: numbers of the tensors that the call changes in place. ``owner``: the path of the
-    module whose forward makes the call.
+    ``target``   the function that is called, or the path of the module
+    ``results``  (path in the result, number) for each result tensor
+    ``writes``   numbers of the tensors that the call changes in place
+    ``owner``    the path of the module whose forward makes the call
     """
 
     target: Callable[..., Any] | ModulePath

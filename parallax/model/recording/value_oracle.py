@@ -248,9 +248,11 @@ class ValueOracle:
 class _TraceReplay:
     """Runs the instructions of a trace on which the tensors ``requested`` depend, with fillings for unknown values.
 
-    ``known``: the oracle that has the trace and the known values. ``unknown``: numbers of floating-point tensors that
-    depend on parameters or activations. They are filled instead of computed. ``assumed``: whether values of inputs or
-    fillings were used. ``drawn``: whether random numbers were used.
+    ``known``    the oracle that has the trace and the known values
+    ``unknown``  numbers of floating-point tensors that depend on parameters or activations. They are filled instead of
+                 computed.
+    ``assumed``  whether values of inputs or fillings were used
+    ``drawn``    whether random numbers were used
     """
 
     def __init__(self, known: ValueOracle, requested: list[int]) -> None:

@@ -71,8 +71,10 @@ _RESULTS = {"output": "outputs", "loss": "loss", "gradient": "gradients", "buffe
 class _Differs(Exception):
     """Raised for a difference between chain and model.
 
-    ``where``: the setting of the comparison. ``kind``: output, loss, gradient, buffer or block. ``name``: the name of
-    the tensor, or the number of the block. ``how``: a text that describes the difference.
+    ``where``  the setting of the comparison
+    ``kind``   output, loss, gradient, buffer or block
+    ``name``   the name of the tensor, or the number of the block
+    ``how``    a text that describes the difference
     """
 
     def __init__(self, where: _Setting, kind: str, name: str, how: str) -> None:

@@ -29,9 +29,15 @@ _MOST_NOTES = 24  # points that have their name beside them
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart. ``file``: the name of its file. ``shows``: its caption. ``needs``: a text about the data that the chart
-    needs, shown if the chart is not drawn. ``series(results)`` returns the data to draw, and ``draw(axes, series)``
-    draws them. ``from_zero``: whether a linear scale starts at zero."""
+    """A chart of a sweep.
+
+    ``file``                the name of its file
+    ``shows``               its caption
+    ``needs``               a text about the data that the chart needs, shown if the chart is not drawn
+    ``series(results)``     returns the data to draw
+    ``draw(axes, series)``  draws these data
+    ``from_zero``           whether a linear scale starts at zero
+    """
 
     file: str
     title: str

@@ -38,9 +38,10 @@ def export(
     """Write a checkpoint of ``run`` to a folder in the format ``form``, and return the result. The folder is written
     completely or not at all.
 
-    ``out``: the folder; by default one in the run's directory, named after the step. ``choice``: the checkpoint; by
-    default the last. ``merge``: write the base model with the run's adapters merged into its weights. ``averaged``:
-    write the average of each weight that has one, instead of the weight.
+    ``out``       the folder; by default one in the run's directory, named after the step
+    ``choice``    the checkpoint; by default the last
+    ``merge``     write the base model with the run's adapters merged into its weights
+    ``averaged``  write the average of each weight that has one, instead of the weight
     """
     checkpoint, chosen = (choice or CheckpointChoice()).find(run)
     which = f"{'-merged' if merge else ''}{'-ema' if averaged else ''}"

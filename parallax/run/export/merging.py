@@ -26,8 +26,10 @@ from parallax.runtime.checkpoint import CheckpointReader, mark
 class MergedTensors:
     """The tensors of ``base``, a model on the meta device, with a run's adapters merged into them.
 
-    ``adapted``: the same model with adapters. ``reader``: reads the checkpoint with the adapters' values. ``identity``:
-    the name of the base in error messages. ``dtype``: the number format of the run's parameters.
+    ``adapted``   the same model with adapters
+    ``reader``    reads the checkpoint with the adapters' values
+    ``identity``  the name of the base in error messages
+    ``dtype``     the number format of the run's parameters
     """
 
     def __init__(

@@ -56,9 +56,13 @@ class ServerLost(Exception):
 
 
 class ForkServer:
-    """The launcher's side of the fork server. ``environment``: the environment variables of all ranks. ``directory``:
-    the run directory. ``libraries``: modules that the server imports in addition to Parallax. ``command``: the
-    arguments of each rank, by default those of training."""
+    """The launcher's side of the fork server.
+
+    ``environment``  the environment variables of all ranks
+    ``directory``    the run directory
+    ``libraries``    modules that the server imports in addition to Parallax
+    ``command``      the arguments of each rank, by default those of training
+    """
 
     def __init__(
         self,

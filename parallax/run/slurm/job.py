@@ -31,11 +31,13 @@ _SUBMIT_SECONDS = 120.0
 class SlurmJob:
     """A Slurm job that trains the run ``name`` with ``settings``, by ``processes`` ranks on each of ``nodes`` nodes.
 
-    ``gpus``: the number of devices of each node; 0 for ranks on CPUs. ``cpus``: the number of cores of each node; 0
-    requests whole nodes. ``time``: the time limit in Slurm's format; empty for the partition's time limit.
-    ``grace_seconds``: the time that the run may need to save. ``options``: further options of sbatch, placed last.
-    ``points``: for a job array, the settings of each task; its runs are called ``name-0``, ``name-1``, …. Empty for a
-    job of one run.
+    ``gpus``           the number of devices of each node; 0 for ranks on CPUs
+    ``cpus``           the number of cores of each node; 0 requests whole nodes
+    ``time``           the time limit in Slurm's format; empty for the partition's time limit
+    ``grace_seconds``  the time that the run may need to save
+    ``options``        further options of sbatch, placed last
+    ``points``         for a job array, the settings of each task; its runs are called ``name-0``, ``name-1``, …. Empty
+                       for a job of one run.
     """
 
     name: str

@@ -46,8 +46,13 @@ _STOPPED = {exit_code(number) for number in REQUESTS}
 @dataclass
 class SweepProgress:
     """Prints which point of a sweep is running, how each finished point has ended, and an estimate of the remaining
-    time. ``total``: the number of points; 0 if unknown. ``left``: the number of points that have not ended yet.
-    ``seconds``: the durations of the points that have ended. ``quiet``: print nothing, because another process does."""
+    time.
+
+    ``total``    the number of points; 0 if unknown
+    ``left``     the number of points that have not ended yet
+    ``seconds``  the durations of the points that have ended
+    ``quiet``    print nothing, because another process does
+    """
 
     total: int = 0
     left: int = 0
@@ -93,9 +98,10 @@ class PointJob:
     """The job that a launcher calls for each point of ``sweep``, in any process; see
     :data:`parallax.config.multirun.Job`.
 
-    ``alike``: keys that are equal in all points. ``numbers``: point name → number, for the points that are known before
-    the sweep starts. ``added``: overrides that add folders of options. ``process``: the process id of the sweep, which
-    this job stops after a request to end.
+    ``alike``    keys that are equal in all points
+    ``numbers``  point name → number, for the points that are known before the sweep starts
+    ``added``    overrides that add folders of options
+    ``process``  the process id of the sweep, which this job stops after a request to end
     """
 
     sweep: str

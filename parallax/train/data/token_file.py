@@ -63,9 +63,13 @@ def vocabulary_key(model: ModelConfig) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TokenFile:
-    """Tokenized documents. ``ends``: the index after the last token of each document. ``firsts``: the index of the
-    first target in each document, counted from the document's start. ``digest``: a digest of the content. ``notes``:
-    numbers about the tokenizer."""
+    """Tokenized documents.
+
+    ``ends``    the index after the last token of each document
+    ``firsts``  the index of the first target in each document, counted from the document's start
+    ``digest``  a digest of the content
+    ``notes``   numbers about the tokenizer
+    """
 
     tokens: Ids
     ends: Numbers

@@ -44,8 +44,10 @@ logger = logging.getLogger("parallax")
 class _Piece:
     """One block of the program.
 
-    ``steps``: the steps of the block. ``module``: the module that runs them. ``entering`` and ``leaving``: the numbers
-    of its input and output tensors. ``last``: it is the last block.
+    ``steps``                     the steps of the block
+    ``module``                    the module that runs them
+    ``entering`` and ``leaving``  the numbers of its input and output tensors
+    ``last``                      it is the last block
     """
 
     name: str

@@ -42,12 +42,14 @@ _LITERALS = bool, int, str, bytes, type(None), type(Ellipsis)
 class RecordedSegment(nn.Module):
     """The module of one block, which runs some steps of a model's forward.
 
-    It holds the model's own modules and tensors, under names that are equal in segments with equal steps. ``code``: the
-    text of the function ``run``, whose arguments are the segment and the block's inputs. ``members``: {name: (module or
-    tensor, whether the tensor is persistent as a buffer)}. ``other_mode``: {mode: names of the modules that are not in
-    this mode after ``train(mode)``}. ``evaluates``: the steps are also those of evaluation. ``differentiates``: some
-    steps compute gradients, as models that predict forces do. Such a segment records the autograd graph in evaluation,
-    too.
+    It holds the model's own modules and tensors, under names that are equal in segments with equal steps.
+
+    ``code``            the text of the function ``run``, whose arguments are the segment and the block's inputs
+    ``members``         {name: (module or tensor, whether the tensor is persistent as a buffer)}
+    ``other_mode``      {mode: names of the modules that are not in this mode after ``train(mode)``}
+    ``evaluates``       the steps are also those of evaluation
+    ``differentiates``  some steps compute gradients, as models that predict forces do. The segment then records the
+                        autograd graph in evaluation, too.
     """
 
     def __init__(
