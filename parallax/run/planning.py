@@ -130,11 +130,9 @@ def plan_model(
     """Measure ``chain`` on this machine and return the best plan of ``task`` for global batches like ``batch``.
 
     ``optimizer``: settings, or a function from parameter groups to a torch optimizer. ``averages``: reserve memory for
-    averaged weights. ``microbatch``: rows of a micro-batch, or auto. ``replicas`` and ``updates``: how replicas
-    exchange gradients or weights, and whether updates are delayed, as in the settings of these names. ``gather_loss``:
-    compute the loss once over all rows, as contrastive losses need. ``profile`` replaces the measurement. ``present``:
-    the cluster of the run's nodes, if there are several. ``scratch``: the folder of swap files. Raises
-    :class:`InfeasiblePlan` if no plan fits.
+    averaged weights. ``microbatch``, ``replicas``, ``updates``: as the settings of these names. ``gather_loss``:
+    compute one loss over all rows. ``profile`` replaces the measurement. ``present``: the cluster of the run's nodes,
+    if there are several. ``scratch``: the folder of swap files. Raises :class:`InfeasiblePlan` if no plan fits.
     """
     cluster, swap, plan = cluster or ClusterConfig(), swap or SwapConfig(), plan or PlanConfig()
     batch = RowCheck(chain.dtype).of(batch, "the batch to plan with")
