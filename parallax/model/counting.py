@@ -308,7 +308,7 @@ class _LabelRule:
     shifted: bool
 
     def row_weight(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
-        """See :class:`_CountingRule`. Return the number of rows times the fraction of their labels that count."""
+        """Return the number of rows [low, high) times the fraction of their labels that count."""
         del results, few
         labels = list(tensors_in(batch.inputs(low, high)))[self.place]
         kept = (labels[..., 1:] if self.shifted else labels) >= 0

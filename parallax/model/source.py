@@ -82,7 +82,7 @@ class ModelConfig(Registered):
     def base(self, seed: int) -> str:  # noqa: ARG002
         """Return a text that identifies the model to which adapters were added; empty without adapters.
 
-        ``seed``: the run's seed, from which that model has its initial values if no files have them.
+        ``seed``: the run's seed. It is part of the text if no files provide the initial values of that model.
         """
         return ""
 

@@ -175,7 +175,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A plan that was not chosen: its description, its predicted step seconds, and the reason."""
+    """A plan that was not chosen: its description, its predicted step seconds, and the reason why it was not chosen."""
 
     description: str
     step_seconds: float
@@ -302,7 +302,7 @@ class Pipeline:
         return self._leaving.get(stage)
 
     def visits(self, stage: int) -> Visits:
-        """Return the :class:`Visits` of each block of ``stage`` in a step."""
+        """Return how often each block of ``stage`` runs in a step (:class:`Visits`)."""
         alone = self.stages[stage].stop - self.stages[stage].start == 1
         count = self.micro_batches(self.global_batch)
         return visits_of(self.schedule, count, alone=alone, task=self.task)

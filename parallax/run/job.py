@@ -275,8 +275,8 @@ def _sampled(config: RunConfig, *, least: int = 1, quiet: bool = True) -> Rows:
 
 
 def _check_inputs(what: str, batch: Rows) -> None:
-    """Raise :class:`DataError`, whose message calls the inputs ``what``, if the inputs of ``batch`` are a list of
-    tensors, one for each row, instead of one tensor, or if the inputs are padded to the longest row of each batch."""
+    """Raise :class:`DataError` if the inputs of ``batch`` are a list with one tensor for each row instead of one
+    tensor, or if they are padded to the longest row of each batch. The message calls the inputs ``what``."""
     one, two = (flatten(batch.inputs(0, rows))[0] for rows in (1, 2))
     if len(one) != len(two):
         raise DataError(

@@ -106,7 +106,6 @@ class LocalModel(RunModel):
         return self._engine.completed_steps
 
     def compute(self, tensors: Sequence[Tensor]) -> tuple[Named, int]:
-        """See :class:`RunModel`."""
         rows = RequestRows(self.template, tensors, len(tensors[0]))
         with self._lock:
             found = sorted(self._engine.predict(rows), key=lambda part: part[0])
@@ -116,7 +115,6 @@ class LocalModel(RunModel):
         return [(name, tensor.cpu()) for name, tensor in joined(parts)], step
 
     def load(self, job: ForwardJob) -> str:
-        """See :class:`RunModel`."""
         try:
             with self._lock:
                 self._engine.load(job.checkpoint, averaged=job.averaged)

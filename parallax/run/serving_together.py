@@ -42,11 +42,9 @@ class StartedModel(RunModel):
         return self._group.step
 
     def compute(self, tensors: Sequence[Tensor]) -> tuple[Named, int]:
-        """See :class:`~parallax.run.serving.RunModel`."""
         return self._group.run(tensors)
 
     def load(self, job: ForwardJob) -> str:
-        """See :class:`~parallax.run.serving.RunModel`."""
         try:
             self._group.load(job.checkpoint, averaged=job.averaged)
         except ModelFailed as failed:

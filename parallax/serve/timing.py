@@ -55,7 +55,6 @@ class TimedModel(ServedModel):
         self._measured: dict[int, list[float]] = {}
 
     def run(self, tensors: Sequence[Tensor]) -> BatchOutputs:
-        """See :class:`~parallax.serve.model.ServedModel`."""
         started = time.perf_counter()
         outputs = self._model.run(tensors)
         seconds = time.perf_counter() - started
@@ -99,7 +98,6 @@ class _Metered(ServedModel):
         self.outside, self.batches = 0.0, 0
 
     def run(self, tensors: Sequence[Tensor]) -> BatchOutputs:
-        """See :class:`~parallax.serve.model.ServedModel`."""
         if self._ended is not None:
             self.outside += time.thread_time() - self._ended
         outputs = self._model.run(tensors)
@@ -127,7 +125,6 @@ class Prepared(ServedModel):
         self._weights = torch.ones(min(weight_bytes, _MOST_READ) // 4)
 
     def run(self, tensors: Sequence[Tensor]) -> BatchOutputs:
-        """See :class:`~parallax.serve.model.ServedModel`."""
         self._weights.sum()
         return BatchOutputs([self._output[: len(tensors[0])].clone()], self.version)
 
@@ -149,8 +146,8 @@ def http_seconds(model: ServedModel, config: ServeConfig) -> HttpSeconds:
     """Return the processor seconds that a server of ``model`` spends outside the model: for each request, and for each
     batch.
 
-    They are measured with requests of one row and binary data, at the configured rate, but at least 50 requests per
-    second, and at half of this rate.
+    The measurement sends requests of one row and binary data, at two rates: the configured rate, but at least 50
+    requests per second, and half of it.
     """
     metered, metrics = _Metered(model), ServeMetrics()
     plain = ServeConfig(max_batch_rows=config.max_batch_rows, max_body_bytes="1TiB")

@@ -103,8 +103,10 @@ class TrainingRun:
         self._requests[_EVALUATE] = ""
 
     def take_requests(self) -> dict[str, str]:
-        """Return the requests that callbacks of this rank have made since the last call of this method, as a mapping
-        from the kind of a request (stop, save, evaluate) to its reason, which may be empty."""
+        """Return the requests that callbacks of this rank have made since the last call of this method.
+
+        The result maps the kind of a request (stop, save, evaluate) to the reason for it, which may be empty.
+        """
         taken, self._requests = self._requests, {}
         return taken
 

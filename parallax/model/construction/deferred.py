@@ -222,9 +222,8 @@ class _Replayed:
         known: Mapping[int, Any],
         filled: Collection[int] = (),
     ) -> dict[int, Any]:
-        """See :class:`Values`. Tensors that are one object are one object in the copy, too, and tensors that share
-        memory share memory there.
-        """
+        """Return the memo that :class:`Values` describes. In the copy, names of one tensor object still refer to one
+        object, and tensors that share memory still share memory."""
         own = {id(t): t for t in [*module.parameters(), *module.buffers()]}
         plain = {id(t): t for t in plain_tensors(module).values() if id(t) not in own}
         parts: dict[int, Any] = dict(known)
@@ -289,7 +288,6 @@ class _Built:
         known: Mapping[int, Any],
         filled: Collection[int] = (),
     ) -> dict[int, Any]:
-        """See :class:`Values`."""
         del filled  # all values exist
         if self._cast is not dtype:
             self._model._apply(lambda tensor: tensor.to(in_dtype(tensor.dtype, dtype)))

@@ -58,25 +58,20 @@ class OwnLayout:
     """The layout of files that hold exactly the model's tensors, under the model's names."""
 
     def recipes(self, held: Mapping[str, Tensor]) -> dict[str, Recipe]:
-        """See :class:`FileLayout`."""
         return {name: Recipe.same(name, name) for name in held}
 
     def may_lack(self, name: str) -> bool:
-        """See :class:`FileLayout`."""
         del name
         return False
 
     def may_hold(self, name: str) -> bool:
-        """See :class:`FileLayout`."""
         del name
         return False
 
     def saved(self, names: Iterable[str]) -> list[Recipe]:
-        """See :class:`FileLayout`."""
         return [Recipe.same(name, name) for name in names]
 
     def kept_name(self, names: Sequence[str]) -> str:
-        """See :class:`FileLayout`."""
         return names[0]
 
 
@@ -88,7 +83,6 @@ class SafetensorFiles:
         self.held: Mapping[str, Tensor] = held
 
     def read(self, name: str) -> Tensor:
-        """See :class:`~parallax.model.files.tensors.TensorFiles`."""
         with _open(self._files[name]) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor

@@ -26,8 +26,8 @@ from parallax.plan.cluster import Device
 class Gaps:
     """The bytes that the allocator of one rank loses to rounding and to gaps between tensors.
 
-    They depend on the rank's transient bytes: the bytes of tensors that are freed and allocated again in each step.
-    Methods accept one number of transient bytes or, where the annotation is Any, an array.
+    The lost bytes depend on the rank's transient bytes: the bytes of tensors that are freed and allocated again in each
+    step. Methods accept one number of transient bytes or, where the annotation is Any, an array.
     """
 
     share: float
@@ -36,8 +36,7 @@ class Gaps:
 
     @staticmethod
     def of(device: Device, tensor_bytes: float) -> Gaps:
-        """Return the function of lost bytes on ``device`` if the largest tensor between two blocks has
-        ``tensor_bytes``."""
+        """Return the gaps of a rank on ``device`` whose largest tensor between two blocks has ``tensor_bytes``."""
         return Gaps(
             device.gap_share, math.ceil(device.gap_tensors * tensor_bytes), device.gap_limit
         )

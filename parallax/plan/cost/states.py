@@ -310,9 +310,9 @@ def _summing_bytes(
     """Return the bytes of the buckets in which replicas reduce gradients.
 
     ``bucket`` is the bytes of one bucket. Offloaded gradients, of which the stage has ``gone`` bytes, use two buckets.
-    With ``split`` backwards, gradients that stay on the device use two more. Each of the latter is larger by one
-    parameter, because no parameter is divided between buckets. Without split backwards, gradients that stay on the
-    device are views of their buckets and need no copies.
+    With ``split`` backwards, gradients that stay on the device use two more buckets, each larger by one parameter,
+    because no parameter is divided between buckets. Without split backwards, gradients that stay on the device are
+    views of their buckets and need no copies.
     """
     whole = math.ceil(sizes.trained * profile.gradient_bytes)
     going = min(whole, gone + math.ceil(sizes.block * profile.gradient_bytes)) if gone else 0

@@ -161,8 +161,8 @@ class StepBound:
 
         The boundaries of its stages are known, because virtual stages always have nearly equal seconds. A pipeline rank
         begins after the first stages of the earlier ranks have run forward. After the pipeline rank's last backward,
-        these first stages still run backward. If backwards are split, the latter may overlap with weight-gradient
-        passes of the pipeline rank.
+        these first stages still run backward. If backwards are split, these last backwards may overlap with
+        weight-gradient passes of the pipeline rank.
         """
         if self.request.mixed:
             return 0.0

@@ -110,7 +110,7 @@ class Request:
 
     ``order`` lists the devices in the order in which pipelines use them; None means ascending order. ``swap`` says
     whether plans may offload. ``gather_loss`` restricts the search to schedules under which one loss can be computed
-    over all rows. ``idle`` permits replicas without rows. It is for ranks that have already started, if no plan has
+    over all rows. ``idle`` permits replicas without rows. Use it if the ranks have already started, and no plan has
     rows for all of them.
     """
 

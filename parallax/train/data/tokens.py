@@ -375,9 +375,12 @@ def _of_numpy(path: Path) -> Ids:
 
 
 def _of_megatron(path: Path, index: Path) -> TokensOnDisk:
-    """Return the tokens of Megatron's indexed dataset. The ``.idx`` file has a header (magic, version, dtype, number of
-    sequences, number of document bounds), the length of each sequence (int32), its byte offset in the ``.bin`` file
-    (int64), and the document bounds as indices of sequences (int64)."""
+    """Return the tokens of Megatron's indexed dataset.
+
+    The ``.idx`` file has four parts: a header (magic, version, dtype, number of sequences, number of document bounds);
+    the length of each sequence (int32); its byte offset in the ``.bin`` file (int64); and the document bounds as
+    indices of sequences (int64).
+    """
     with index.open("rb") as file:
         head = file.read(_HEADER.size)
         size = os.fstat(file.fileno()).st_size

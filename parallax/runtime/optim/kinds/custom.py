@@ -15,9 +15,9 @@ from parallax.runtime.optim.places import ParameterPlace
 
 @dataclass(frozen=True, kw_only=True)
 class CustomOptimizerConfig(OptimizerConfig):
-    """Any optimizer class. Before step 1 it is tried on small tensors, to find out whether it steps each parameter
-    independently, which every plan needs, and whether it steps each element independently, so that a plan may divide
-    parameters.
+    """Any optimizer class. Before step 1 it is tried on small tensors. This shows whether it steps each parameter
+    independently, which every plan needs. It also shows whether it steps each element independently; only then may a
+    plan divide parameters.
 
     ``target``: the class as ``package.module:Class``, such as ``torch.optim:Adafactor``, or a function that takes
     parameter groups and returns the optimizer. ``kwargs``: the arguments of the class besides the parameters and
