@@ -365,11 +365,12 @@ def shared_speeds(seconds: list[float], able: float) -> tuple[float, ...]:
 
 
 def compute_together(count: int, threads: int) -> tuple[list[float], list[float], list[float]]:
-    """Return three measurements for each k = 1 to ``count`` processes of ``threads`` threads that compute at once, as
-    three lists.
+    """Return three lists of measurements. Entry k − 1 of each list is for k processes of ``threads`` threads that
+    compute at once, from 1 to ``count`` processes.
 
-    The first list holds the CPU seconds of one repetition of :func:`compute_on_request`, the second the seconds of an
-    all-reduce of a few numbers, and the third the seconds per byte of an all-reduce of gradients.
+    1. CPU seconds of one repetition of :func:`compute_on_request`
+    2. seconds of an all-reduce of a few numbers
+    3. seconds per byte of an all-reduce of gradients
 
     CPU time does not advance while another program has the core, so other programs hardly affect it. Sharing memory and
     caches with other ranks increases it. Each value is the median of several turns, except the CPU seconds of a single

@@ -180,8 +180,8 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _padded(data: bytes, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
-    """Return this rank's ``data``, padded to the length of the longest data of any rank in ``group``, and the lengths
-    in bytes of the data of all these ranks, in rank order. Collective over ``group``."""
+    """Return two results: this rank's ``data``, padded to the length of the longest data of any rank in ``group``; and
+    the lengths of all these ranks' data in bytes, in rank order. Collective over ``group``."""
     device, count = _device(group), dist.get_world_size(group)
     sizes = torch.empty(count, dtype=torch.int64, device=device)
     own = torch.tensor([len(data)], dtype=torch.int64, device=device)

@@ -69,9 +69,12 @@ class NewRows:
     bad: str = STOP
 
     def data_before(self, overrides: Sequence[str], stored: RunConfig) -> DataConfig:
-        """Return the data settings to which ``overrides`` are applied. If ``path`` is set, these are settings of a kind
-        of data that can read ``path``, unless ``overrides`` choose the kind; otherwise they are those of ``stored``,
-        the run's own settings. Raises :class:`ConfigError` if neither ``overrides`` nor ``path`` name the new rows."""
+        """Return the data settings to which ``overrides`` are applied.
+
+        If ``overrides`` choose a kind of data, or without ``path``, these are the run's own settings, those of
+        ``stored``. Otherwise they are settings of a kind of data that can read ``path``. Raises :class:`ConfigError` if
+        neither ``overrides`` nor ``path`` name the new rows.
+        """
         if any(each.startswith("data=") for each in overrides):
             return stored.data
         if self.path:

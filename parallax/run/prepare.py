@@ -214,8 +214,8 @@ def run_files(directory: Path) -> dict[str, bytes]:
 
 
 def _set_aside(directory: Path, plan: Plan) -> None:
-    """If a run resumes under another plan, move the old plan and its measurements into a separate folder, because files
-    with spans (times of actions) of two plans could not be read."""
+    """If the plan in ``directory`` makes other decisions than ``plan``, move the old plan and its measurements into a
+    separate folder. Otherwise the files with spans (times of actions) would mix two plans."""
     try:
         old = Plan.load(directory / "plan.yaml")
     except PlanError:

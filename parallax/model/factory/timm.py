@@ -138,7 +138,7 @@ class TimmConfig(AdaptableModelConfig):
 
     @property
     def _saved_arguments(self) -> dict[str, Any]:
-        """The constructor arguments in ``config.json``; empty if it is for another architecture."""
+        """The constructor arguments in ``config.json``; empty if this file is for another architecture."""
         if self._saved.get("architecture") != self._architecture.partition(".")[0]:
             return {}
         found = dict(self._saved.get("model_args") or {})

@@ -114,7 +114,7 @@ class ChangingBuffers:
     def repeated_forward(self, found: BufferSnapshot) -> Iterator[None]:
         """A context for a recomputation, in which the buffers have the values in ``found``.
 
-        On exit, they are restored.
+        On exit, the buffers again have the values that they had before the context was entered.
         """
         left = [(place, place.tensor) for place, _ in found.values]
         fresh: dict[Tensor, Tensor] = {}  # a buffer shared by two modules stays shared

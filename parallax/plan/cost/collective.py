@@ -45,7 +45,7 @@ def averaging_parts(
 
     Weights are averaged once per round of local steps, so each number is the seconds of one average divided by the
     steps of a round; both are 0 without local steps. Each replica of a group all-reduces a part of the weights with its
-    counterparts in the other groups, and then sends the result to the replicas of its own group.
+    counterparts in the other groups. It then sends the result to the replicas of its own group.
     """
     if not profile.local_steps:
         return 0.0, 0.0

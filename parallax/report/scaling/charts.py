@@ -100,8 +100,8 @@ def _draw_weak(axes: Any, found: list[Series]) -> None:
 def _draw_gains(
     axes: Any, found: list[Series], value: Callable[[Series, PointResult], float]
 ) -> int:
-    """Draw ``value(series, point)`` over the number of devices, for each point of the series in ``found``, and a line
-    for each series through its best point for each number of devices. Return the largest number of devices."""
+    """Draw ``value(series, point)`` over the number of devices, for each point of the series in ``found``. For each
+    series, also draw a line through the best point at each number of devices. Return the largest number of devices."""
     notes = sum(len(series.points) for series in found) <= _MOST_NOTES
     counts = {point.devices or 0 for series in found for point in series.points}
     for index, series in enumerate(found):

@@ -400,8 +400,7 @@ class _Doctor:
 
     def _reads_of(self, plan: Plan) -> Sequence[float]:
         """Return the seconds of reading rows by rank under ``plan``. The measured seconds of the first stage are
-        divided evenly among the replicas of the new first stage, and those of the last stage among the replicas of the
-        new last stage."""
+        divided evenly among the replicas of the new first stage. The last stage is treated in the same way."""
         found = [0.0] * plan.world_size
         ends = {0: 0, len(self._plan.stages) - 1: len(plan.stages) - 1}
         for before, after in ends.items():

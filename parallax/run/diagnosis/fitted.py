@@ -136,8 +136,8 @@ def slow_ranks(
     predicted: Sequence[Span], measured: Sequence[Span], plan: Pipeline
 ) -> dict[int, float]:
     """Return, for each slow rank, how many times as long as expected it computes. A rank is slow if its ratio of
-    measured to predicted compute seconds is much larger than that of the other replicas of its stage or, without other
-    replicas, than that of all other ranks."""
+    measured to predicted compute seconds is much larger than the ratio of comparable ranks. These are the other
+    replicas of its stage or, if there are none, all other ranks."""
     was, now = busy_by_rank(predicted), busy_by_rank(measured)
     ratios = {rank: now[rank] / was[rank] for rank in now if was.get(rank, 0.0) > 0}
     found = {}

@@ -91,9 +91,9 @@ class HangLimits:
 
 
 class Watch:
-    """Runs a thread of one rank, which sends the rank's status to the other watches (rank 0 to all, all others to
-    rank 0), and ends the process if any rank fails or hangs. Create it with :meth:`start`, and close it when the run
-    ends normally."""
+    """Runs a thread of one rank. The thread ends the process if any rank fails or hangs. To find hangs, it sends the
+    rank's status to the watches of other ranks: rank 0 sends to all, and all others send to rank 0. Create it with
+    :meth:`start`, and close it when the run ends normally."""
 
     def __init__(
         self, met: Meeting, say: Callable[[FailureReport], None], heartbeat: Heartbeat

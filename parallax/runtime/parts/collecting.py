@@ -60,8 +60,8 @@ def collect(directory: Path, names: Iterable[str], groups: DirectoryGroups) -> N
 def _search(
     reader: CheckpointReader, names: Iterable[str], groups: DirectoryGroups
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the full names of those tensors of the parameters ``names`` that this node lacks, and a dict from the full
-    name of each tensor on this node to the name of its file.
+    """Return two results: the full names of those tensors of the parameters ``names`` that this node lacks; and a dict
+    from the full name of each tensor on this node to the name of its file.
 
     Only the rank that writes for its group of ``groups`` returns the dict; it is empty on all other ranks.
     """

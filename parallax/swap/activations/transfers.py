@@ -131,9 +131,9 @@ class SwapStream:
     Copies to the store are ordered after this stream, and prefetched tensors belong to it. Tensors that another stream
     saves stay on the device, where autograd orders their uses.
 
-    The choice changes only while no autograd graph is alive. If the chosen stream has saved nothing since the last
-    choice, the current stream replaces it as soon as the current stream has saved more bytes than the chosen one had
-    saved before.
+    The choice changes only while no autograd graph is alive. A chosen stream that has saved nothing since the last
+    choice is replaced early: as soon as the current stream has saved more bytes than the chosen stream had saved
+    before.
     """
 
     def __init__(self) -> None:

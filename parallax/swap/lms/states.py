@@ -279,9 +279,8 @@ class OptimizerStates:
         return not self.whole
 
     def _block_of(self, parameter: Tensor) -> int | None:
-        """Return the index of the block of offloaded weights that has a parameter; None if its weights are not
-        offloaded.
-        """
+        """Return the index of the block of offloaded weights that contains ``parameter``; None if ``parameter`` is not
+        offloaded."""
         return None if self._weights is None else self._weights.block_of(parameter)
 
     def _load_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

@@ -154,10 +154,10 @@ def rows_of(values: Any, rows: int, start: int, stop: int) -> Any:
 
 def check_collated(label: str, values: Values, rows: int) -> None:
     """Raise :class:`DataError` if the targets are texts, or if the collate function has left out some of ``rows``
-    examples, because a row's weight in the loss would then depend on the division into micro-batches. Examples are
-    missing if all tensors have the same length, and this length is 0 or not a multiple of ``rows``. Tensors of
-    different lengths and tensors in lists are not checked, because they may hold other things than one entry for each
-    example, such as nodes of graphs."""
+    examples. With missing examples, a row's weight in the loss would depend on the division into micro-batches.
+    Examples are missing if all tensors have the same length, and this length is 0 or not a multiple of ``rows``.
+    Tensors of different lengths and tensors in lists are not checked, because they may hold other things than one entry
+    for each example, such as nodes of graphs."""
     targets = [part for _, part in leaves(values[TARGETS])]
     if targets and all(isinstance(part, str) for part in targets):
         raise DataError(

@@ -57,8 +57,8 @@ class Destination(Protocol):
     held: int | None
 
     def write(self, points: Sequence[Point]) -> None:
-        """Write ``points``, each of which is a step with its figures, in an order in which steps never decrease. Raise
-        an exception if they are not written."""
+        """Write ``points``. Each point is a step with its figures, and steps never decrease from one point to the next.
+        Raise an exception if the points are not written."""
 
     def close(self, *, failed: bool) -> None:
         """Close the run at the destination, where a resumed run may open it again. ``failed``: whether the run ends
