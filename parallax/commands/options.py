@@ -220,7 +220,7 @@ def plan_file(path: Path) -> Path:
 def read_plan(path: Path, class_paths: dict[str, str]) -> tuple[Plan, Inputs]:
     """Return the plan at ``path`` (a plan file, a run directory or the name of a run), with its schedule imported, and
     the :class:`Inputs` from which it was made. ``class_paths``: the class paths on the command line. Raises
-    :class:`ConfigError` for a schedule that is a user's function and is not among them."""
+    :class:`ConfigError` if the schedule is a user's function that ``class_paths`` does not contain."""
     file = plan_file(path)
     plan, inputs = Plan.load(file), Inputs.load(inputs_path(file))
     inputs.check(plan)

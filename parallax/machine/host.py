@@ -510,8 +510,8 @@ def outside_device_memory(change: int) -> Iterator[None]:
 def unmapping_files() -> Iterator[None]:
     """A context for unmapping files whose pages this process has read.
 
-    The high-water mark includes these pages, and how many they were is known only while they are mapped. So the meters
-    are read before, and the mark is reset afterwards.
+    The high-water mark includes these pages, and their number is known only while they are mapped. So the meters are
+    read at the start of the context, and the mark is reset at its end.
     """
     with _outside.lock:
         _update_meters()

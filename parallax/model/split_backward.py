@@ -76,8 +76,8 @@ class WeightGradStore:
         """Store the operands of a weight gradient: ``x``, the input of ``product``, and ``gradient``, that of its
         output.
 
-        Operands in the memory of an offloaded parameter are copied. No-op while a forward runs: a derivative that is
-        computed inside a forward is with respect to inputs.
+        Operands in the memory of an offloaded parameter are copied. No-op while a forward runs: a derivative that a
+        forward itself computes is with respect to inputs, not to weights.
         """
         if not self._forward:
             x, gradient = (t.clone() if self._is_offloaded(t) else t for t in (x, gradient))

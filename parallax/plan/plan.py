@@ -55,10 +55,10 @@ class StagePlan:
 
     ``swap_limit_bytes``   largest bytes of offloaded activations that may be on the device at one time
     ``tier_bytes``         largest bytes of activations in the offload tier
-    ``optimizer_offload``  fraction of optimizer states and master copies that is offloaded and stepped on the host
+    ``optimizer_offload``  offloaded fraction of the optimizer states and master copies, which the host steps
     ``state_bytes``        largest bytes of these states and copies in the tier
-    ``parameter_offload``  fraction that is offloaded of the parameters that only one block uses, and of their
-                           gradients. They are fetched to the device block by block, for every forward and backward.
+    ``parameter_offload``  offloaded fraction of the parameters that only one block uses, and of their gradients. They
+                           are fetched to the device block by block, for every forward and backward.
     ``streamed_bytes``     largest bytes of these parameters, gradients and master copies in the tier
     ``shard_optimizer``    each replica holds and steps only its shard of the states on the device
     ``bucket_bytes``       bytes of the buckets in which replicas sum gradients

@@ -65,7 +65,8 @@ class StopReason(Protocol):
 
 
 class Requested:
-    """A rank was requested to end by a signal. The number of this reason is the number of the signal."""
+    """A reason to end the run: a signal has requested this rank to end. The number of this reason is the number of the
+    signal."""
 
     name, at_checkpoints, ends, then = "stopped", False, True, ""
 

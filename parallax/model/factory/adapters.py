@@ -176,7 +176,7 @@ def peft_config(settings: Mapping[str, Any]) -> Any:
 def _refusal(method: str, tuner: Any) -> str:
     """Return the reason why an adapter method is unsupported, or '' if it is supported.
 
-    ``tuner``: peft's class for it.
+    ``method``: peft's name of the adapter method. ``tuner``: peft's class for this method.
     """
     from peft.tuners.tuners_utils import BaseTuner
 

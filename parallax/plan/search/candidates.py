@@ -141,9 +141,9 @@ class _Evaluator:
     def evaluate_again(self, shape: Shape) -> _Found:
         """Return more pipelines of ``shape``, which was among the best.
 
-        The variants are: one directive for all blocks; sharded and unsharded optimizer states; and, for both,
-        partitions by weighted cost. One directive for all blocks can be faster than a mixture, because offloading more
-        blocks than necessary leaves memory for prefetching.
+        The variants are: one directive for all blocks; and sharded and unsharded optimizer states, each with the blocks
+        partitioned by cost and by weighted cost. One directive for all blocks can be faster than a mixture, because
+        offloading more blocks than necessary leaves memory for prefetching.
         """
         found = _Found(self.request, self._forecasts)
         allowed, weights = self.request.allowed, self.bound.weights(shape)

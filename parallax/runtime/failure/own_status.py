@@ -80,7 +80,8 @@ class OwnStatus:
 
     @property
     def current(self) -> tuple[Action, int, float] | None:
-        """The action that the engine is running, its step, and its start time; None outside of steps."""
+        """The action that the engine is running, its step, and its start time (time.perf_counter); None outside of
+        steps."""
         return self._attended[0].current if self._attended else None
 
     def coordinate(self, rank: int) -> Coordinate | None:

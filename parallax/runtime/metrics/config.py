@@ -87,7 +87,8 @@ class MetricConfig:
 
     @classmethod
     def read(cls, index: int, entry: Any) -> MetricConfig:
-        """Return entry ``index`` of the setting ``metrics``, which is a name or a mapping of the fields."""
+        """Return the metric that ``entry`` describes: a name, or a mapping of the fields of this class. ``index``: the
+        index of ``entry`` in the setting ``metrics``, for error messages."""
         given = {"name": entry} if isinstance(entry, str) else entry
         where = f"metrics[{index}]={printable(str(entry))}"
         if not isinstance(given, Mapping) or not {"name"} <= given.keys() <= {

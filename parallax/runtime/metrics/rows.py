@@ -18,7 +18,8 @@ from parallax.runtime.metrics.config import MetricsConfig, Task
 @dataclass(frozen=True)
 class ScoredRows:
     """Outputs with their targets. In a multiclass task, each vector of ``scores`` has a class in ``targets``, and
-    ``kept`` marks the targets that count. In other tasks, each score has its own target."""
+    ``kept`` marks the targets that count. In other tasks, each score has its own target, and ``probabilities`` says
+    whether scores are probabilities or logits."""
 
     task: Task
     scores: Tensor

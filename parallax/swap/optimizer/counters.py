@@ -38,7 +38,7 @@ class GroupCounters:
         self._groups = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
 
     def of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return the numbers in the group of ``parameter`` that have changed.
+        """Return the numbers in the group of ``parameter`` that the optimizer's steps have changed.
 
         The result is empty if no group has the parameter.
         """
