@@ -34,7 +34,7 @@ class DeviceFacts:
 
 
 class Accelerator:
-    """One kind of device, with torch's name for it.
+    """One kind of device. ``kind`` is torch's name for it, such as ``cuda``.
 
     ``backend`` is the process-group backend for tensors on these devices. If it is empty, ranks stage tensors through
     the host. ``shared_backend`` is the backend for reductions if ranks share a device or if ``backend`` is empty.

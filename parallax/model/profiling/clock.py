@@ -5,10 +5,10 @@ users of the machine must not count. So if one thread does all work, its CPU tim
 which other threads run. In a step, other blocks have evicted a block's weights and inputs from the caches, so the
 caches are evicted before each measurement.
 
-CPU time excludes waits for a core. But other programs also slow down caches and the shared units of a core. If several
-threads compute and one of them has no core, the others wait for it. Two figures, taken around each timed part, show
-this: the ratio of wall time to time with a core, and the time of a fixed matrix product, which is constant on an idle
-machine.
+CPU time excludes waits for a core, but not every disturbance. Other programs also slow down caches and the shared units
+of a core. And if several threads compute and one of them has no core, the others wait for it. Two figures show such
+disturbances. They are taken around each timed part: the ratio of wall time to time with a core, and the time of a fixed
+matrix product, which is constant on an idle machine.
 """
 
 from __future__ import annotations

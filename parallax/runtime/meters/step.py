@@ -13,7 +13,7 @@ class StepResult:
     """The result of one step. ``loss`` and ``gradient_norm`` are global; the other fields are this rank's.
 
     ``read_seconds``   seconds of reading rows outside of actions; each of the ``spans`` has the seconds inside its
-    action
+                       action
     ``peak_bytes``     peak device memory since the build; on a CPU, the process's peak minus its memory before
     ``loss_scale``     the factor by which the loss was multiplied
     ``skipped_steps``  number of steps skipped so far because of non-finite values

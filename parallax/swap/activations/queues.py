@@ -116,8 +116,8 @@ class FastPath:
     def fill_queues(self, queues: RecordQueues, operation: int | None) -> None:
         """Put every record that an autograd graph needs into a queue, and end the fast path.
 
-        ``operation`` may still run, so the records that it saved go to ``fresh``. Of records that are needed in a
-        running backward, those saved last are expected to be used first.
+        The records that ``operation`` saved go to the queue ``fresh``, because this operator may still run. In a
+        running backward, the records saved last are expected to be used first.
         """
         alive = [record for record in self._records.values() if record.claim() is not None]
         for record in alive:

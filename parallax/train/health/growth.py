@@ -35,8 +35,8 @@ _SLOW_STEPS = 4  # per point, from which on the second series counts
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """A line fitted to points: its ``slope`` in bytes per step, and ``scatter``, the median distance of the points in
-    bytes."""
+    """A line fitted to points: its ``slope`` in bytes per step, and ``scatter``, the median distance of the points from
+    the line in bytes."""
 
     slope: float
     scatter: float
