@@ -30,12 +30,12 @@ _FREED_BYTES = (
     16 * 2**20
 )  # size of a block; after it is freed, malloc keeps up to twice as much at the end of its heap
 RETURNED_BYTES = 256 * 1024  # the smallest block returned at once, see return_freed_memory
-_TOUCHED_BYTES, _TOUCHES = 2**21, 20
+_TOUCHED_BYTES, _TOUCHES = 2**23, 20
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # as malloc's: shared pages take twice as long
 # bytes of tensors between two reads of the process's memory, which take microseconds each
 LOOK_BYTES = 2**20
 _PAGE_BYTES = resource.getpagesize()
-_HUGE_PAGE_BYTES = 2 * 2**20
+HUGE_PAGE_BYTES = 2 * 2**20
 _TUNABLES = "GLIBC_TUNABLES"
 SMALLEST_TRIM = 2 * 2**20  # bytes of freed memory worth a trim
 _returns_freed = False  # whether return_freed_memory is in force
@@ -195,7 +195,7 @@ def prefer_huge_pages(address: int, size: int) -> None:
     on systems without huge pages.
     """
     start, end = -(-address // _PAGE_BYTES), (address + size) // _PAGE_BYTES
-    if not _returns_freed or (end - start) * _PAGE_BYTES < _HUGE_PAGE_BYTES:
+    if not _returns_freed or (end - start) * _PAGE_BYTES < HUGE_PAGE_BYTES:
         return
     with contextlib.suppress(OSError, AttributeError):
         first, length = start * _PAGE_BYTES, (end - start) * _PAGE_BYTES
@@ -213,16 +213,20 @@ def huge_page_variables() -> dict[str, str]:
     return {} if _TUNABLES in os.environ else {_TUNABLES: "glibc.malloc.hugetlb=1"}
 
 
-def fresh_memory_seconds() -> float:
+def fresh_memory_seconds(*, huge: bool = False) -> float:
     """Return the CPU seconds per byte of allocating memory from the system and freeing it (page faults, zeroing,
     unmapping).
 
-    The result is the minimum over several mappings. The time of a second write to the same pages is subtracted.
+    ``huge``: with huge pages, if the system has them. The result is the minimum over several mappings. The time of a
+    second write to the same pages is subtracted.
     """
     found = []
     for _ in range(_TOUCHES):
         start = time.thread_time()
         with mmap.mmap(-1, _TOUCHED_BYTES, flags=_PRIVATE) as fresh:
+            if huge:
+                with contextlib.suppress(OSError, AttributeError):
+                    fresh.madvise(mmap.MADV_HUGEPAGE)
             pages = (ctypes.c_char * _TOUCHED_BYTES).from_buffer(fresh)
             ctypes.memset(pages, 1, _TOUCHED_BYTES)
             touched = time.thread_time()

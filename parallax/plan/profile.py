@@ -238,8 +238,8 @@ class ModelProfile:
     ``synced_bytes``       bytes of one exchange of weights per byte of trained parameters
     ``gathered_rows``      number of rows over which one loss is computed per step; 0 if each micro-batch has its own
                            loss
-    ``freeing_slowdown``   factor by which computing slows down if the allocator returns freed memory to the system at
-                           once
+    ``freeing_slowdown``   factors by which computing slows down if the allocator returns freed memory to the system at
+                           once, for micro-batches of 1, 2, 4, ... rows; the last one holds for all larger ones
     ``peak_flops``         peak operations of matrix products per second of one device in this precision; 0 if unknown
     ``peak_source``        the source of ``peak_flops``
     ``source``             how the costs were found: measured, or derived from shapes
@@ -263,7 +263,7 @@ class ModelProfile:
     local_groups: int = 0
     synced_bytes: float = 1.0
     gathered_rows: int = 0
-    freeing_slowdown: float = 1.0
+    freeing_slowdown: tuple[float, ...] = (1.0,)
     peak_flops: float = 0.0
     peak_source: str = ""
     source: str = "measured"
@@ -292,7 +292,6 @@ class ModelProfile:
             "optimizer_seconds",
             "gradient_bytes",
             "master_bytes",
-            "freeing_slowdown",
             "peak_flops",
         )
         for name in (
@@ -307,6 +306,11 @@ class ModelProfile:
                 raise PlanError(
                     f"profile of {self.model}: {name}={getattr(self, name)} must be finite and ≥ 0"
                 )
+        if not self.freeing_slowdown or not all(1 <= f < math.inf for f in self.freeing_slowdown):
+            raise PlanError(
+                f"profile of {self.model}: freeing_slowdown={self.freeing_slowdown} must be one or more finite factors "
+                "≥ 1"
+            )
         known = all(
             0 <= b < i and 0 <= n < math.inf for i, r in enumerate(self.reads) for b, n in r
         )
@@ -358,6 +362,10 @@ class ModelProfile:
     def shared(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Return all parameters that cannot be offloaded, trained and frozen, in the format of :attr:`ties`."""
         return (*self.ties, *self.frozen_ties)
+
+    def slowdown(self, rows: int) -> float:
+        """Return the entry of ``freeing_slowdown`` for a micro-batch of ``rows`` rows."""
+        return self.freeing_slowdown[min(rows.bit_length(), len(self.freeing_slowdown)) - 1]
 
     def summing(self, replicas: int) -> int:
         """Return how many of ``replicas`` replicas sum their gradients with each other in every step (:func:`summing`).
@@ -419,6 +427,11 @@ class ModelProfile:
 
         Raises ValueError for malformed data, and :class:`PlanError` for contradictory data.
         """
+        if isinstance(data, dict) and isinstance(data.get("freeing_slowdown"), int | float):
+            data = {
+                **data,
+                "freeing_slowdown": [max(1.0, data["freeing_slowdown"])],
+            }  # of earlier versions
         found: ModelProfile = convert_exactly(cls, data, "profile")
         return found
 

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from parallax.common.files import temporary_folder
-from parallax.machine.host import RETURNED_BYTES
 
 
 class Allocations(NamedTuple):
@@ -20,13 +19,12 @@ class Allocations(NamedTuple):
 
     ``most``    the peak during the call, above the bytes allocated before it
     ``left``    bytes that the call has allocated and not freed
-    ``mapped``  the sum of all large blocks of memory on a CPU; 0 on other devices. Such a block is mapped anew at each
-                allocation if the allocator returns freed memory to the system at once
+    ``blocks``  the bytes of each allocated block of memory on a CPU; empty on other devices
     """
 
     most: int
     left: int
-    mapped: int = 0
+    blocks: tuple[int, ...] = ()
 
 
 def measure_allocations(device: torch.device, call: Callable[[], object]) -> Allocations:
@@ -55,13 +53,15 @@ def measure_allocations(device: torch.device, call: Callable[[], object]) -> All
         for event in events
         if event.get("name") == "[memory]" and event["args"].get("Device Type") == 0
     ]
-    level = peak = mapped = 0
+    level = peak = 0
+    blocks = []
     for event in sorted(steps, key=lambda event: float(event["ts"])):
         size = int(event["args"]["Bytes"])
         level += size
         peak = max(peak, level)
-        mapped += size if size >= RETURNED_BYTES else 0
-    return Allocations(peak, level, mapped)
+        if size > 0:
+            blocks.append(size)
+    return Allocations(peak, level, tuple(blocks))
 
 
 @contextlib.contextmanager

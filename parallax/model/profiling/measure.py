@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -23,7 +24,12 @@ from torch import Tensor, nn
 
 from parallax.errors import DescribeError, SwapError, printable
 from parallax.machine.device import private_random_state
-from parallax.machine.host import fresh_memory_seconds
+from parallax.machine.host import (
+    HUGE_PAGE_BYTES,
+    RETURNED_BYTES,
+    fresh_memory_seconds,
+    huge_page_variables,
+)
 from parallax.model.block import can_require_grad, tensors_in, to_device, with_own_storage
 from parallax.model.describe import Chain, as_tuple
 from parallax.model.losses import call_loss
@@ -61,6 +67,7 @@ _REPEATS = (3, 15)
 # cost of larger ones.
 _CHEAP_SECONDS = 0.2
 _ALWAYS = 3  # numbers of rows that are measured at any cost, if they fit the device
+_FREEING_DOUBLINGS = 13  # of rows, up to which the slowdown of fresh memory is computed
 _GROWN = 1.5  # ratio for twice the rows; below it, costs that do not depend on rows dominate, such as reading weights
 
 
@@ -68,13 +75,10 @@ _GROWN = 1.5  # ratio for twice the rows; below it, costs that do not depend on 
 class _Measured:
     """The costs of one block at one number of rows.
 
-    ``entering`` and ``leaving``  the bytes of the block's inputs and outputs
-    ``mapped``                    see :class:`Allocations`, for a forward and a backward together
-    ``flops``                     the operations of matrix products in a forward and a backward
-    ``outputs``                   the block's output tensors
-
-    The other fields are seconds and bytes, as in :class:`~parallax.plan.profile.BlockCost`. ``offload_seconds`` is None
-    if it was not measured.
+    ``entering`` and ``leaving``: the bytes of the block's inputs and outputs. ``allocated``: the bytes of each block of
+    memory that a forward and a backward allocate. ``flops``: the operations of their matrix products. ``outputs``: the
+    block's output tensors. The other fields are seconds and bytes, as in :class:`~parallax.plan.profile.BlockCost`.
+    ``offload_seconds`` is None if it was not measured.
     """
 
     rows: int
@@ -91,7 +95,7 @@ class _Measured:
     backward_work: int
     deferred: int
     split_work: int
-    mapped: int
+    allocated: tuple[int, ...]
     outputs: tuple[Tensor, ...]
     flops: float = 0.0
     skipped_seconds: float = 0.0
@@ -126,8 +130,11 @@ def measure(
     """
     how: dict[str, Any] = {"precision": precision, "offloader": offloader}
     how |= {"minimum_bytes": minimum_bytes, "gathered": gathered}
-    path = profile_path(chain, loss, sample, rows, device=device, **how)
-    if (known := load_cached(path, name)) is not None and not known.noisy:
+    path, ended = (
+        profile_path(chain, loss, sample, each, device=device, **how) for each in (rows, ())
+    )
+    known = load_cached(path, name) or _with_rows_of(load_cached(ended, name), rows)
+    if known is not None and not known.noisy:
         progress(f"profile of {name} from {path}")
         return known
     with private_random_state(device), precision.products():
@@ -146,7 +153,19 @@ def measure(
     if known is not None and known.disturbance < profile.disturbance:
         return known  # measured again, but the machine was even busier
     store_cached(profile, path)
+    if len(found) < len(set(rows)):
+        store_cached(profile, ended)
     return profile
+
+
+def _with_rows_of(profile: ModelProfile | None, rows: Sequence[int]) -> ModelProfile | None:
+    """Return ``profile`` if a measurement with the candidates ``rows`` would measure the same rows; otherwise None.
+
+    ``profile``: one whose measurement ended before the last of its candidates.
+    """
+    points = profile.blocks[0].forward_seconds.points if profile else ()
+    measured = {n for n, _ in points}
+    return profile if points and measured < set(rows) and max(measured) < max(rows) else None
 
 
 class _TooLarge(DescribeError):
@@ -208,17 +227,31 @@ def _profile_of(
     )
 
 
-def _freeing_slowdown(device: torch.device, blocks: Sequence[_Measured]) -> float:
-    """Return the factor by which forward and backward slow down if freed memory is returned to the system at once.
+def _freeing_slowdown(device: torch.device, blocks: Sequence[_Measured]) -> tuple[float, ...]:
+    """Return the factors by which forward and backward slow down if freed memory is returned to the system at once, for
+    micro-batches of 1, 2, 4, ... rows.
 
-    Each large tensor then needs fresh memory pages. The factor is computed from the bytes of such tensors, because it
-    cannot be measured in this process, which keeps freed memory.
+    Each tensor of :data:`RETURNED_BYTES` or more then needs fresh memory pages, and these are huge pages if the tensor
+    is as large as one. The factors are computed from the bytes of the tensors. They cannot be measured here, because
+    this process keeps freed memory.
     """
-    if device.type != "cpu":
-        return 1.0
     seconds = sum(block.forward_seconds + block.backward_seconds for block in blocks)
-    mapped = sum(block.mapped for block in blocks)
-    return round(1 + fresh_memory_seconds() * mapped / seconds, 3) if seconds > 0 else 1.0
+    if device.type != "cpu" or not seconds:
+        return (1.0,)
+    small = fresh_memory_seconds()
+    huge = fresh_memory_seconds(huge=True) if huge_page_variables() else small
+    allocated = Counter(size for block in blocks for size in block.allocated)
+
+    def factor(rows: int) -> float:
+        scale = rows / blocks[0].rows
+        added = sum(
+            count * size * (small if size * scale < HUGE_PAGE_BYTES else huge)
+            for size, count in allocated.items()
+            if size * scale >= RETURNED_BYTES
+        )
+        return round(1 + added / seconds, 3)
+
+    return tuple(factor(1 << n) for n in range(_FREEING_DOUBLINGS))
 
 
 class _Bench:
@@ -376,7 +409,7 @@ class _Bench:
             backward_work=max(0, backward.most - arriving),
             deferred=max(0, split.left + first.left),
             split_work=max(0, first.most - arriving, second.most),
-            mapped=forward.mapped + backward.mapped,
+            allocated=forward.blocks + backward.blocks,
             outputs=tuple(t.detach().requires_grad_(t.requires_grad) for t in outputs),
         )
 

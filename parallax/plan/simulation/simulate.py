@@ -37,11 +37,15 @@ def simulate(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Sim
     Raises :class:`DeadlockError`, and :class:`BudgetExceeded` if a swap limit cannot hold one block.
     """
     found = _simulate(profile, cluster, pipeline)
-    freeing = [n for n, rank in enumerate(found.ranks) if rank.returns_freed]
-    if not freeing or profile.freeing_slowdown <= 1:
+    factors = {
+        rank: profile.slowdown(-(-pipeline.microbatch // pipeline.stages[pipeline_rank].replicas))
+        for pipeline_rank in range(pipeline.pipeline_ranks)
+        for rank in pipeline.ranks(pipeline_rank)
+        if found.ranks[rank].returns_freed
+    }
+    if all(factor == 1 for factor in factors.values()):
         return found
-    slower = cluster.slowed(dict.fromkeys(freeing, profile.freeing_slowdown))
-    return _simulate(profile, slower, pipeline)
+    return _simulate(profile, cluster.slowed(factors), pipeline)
 
 
 def _simulate(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Simulation:

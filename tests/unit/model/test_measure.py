@@ -355,8 +355,12 @@ def test_more_rows_are_measured_while_they_cost_nothing(monkeypatch: pytest.Monk
     runs.clear()
     monkeypatch.setattr(module, "_CHEAP_SECONDS", 0.0)
     monkeypatch.setattr(module, "_GROWN", 0.0)
-    profile_of(chain_of(linear()), (2, 4, 8, 32))
+    first = profile_of(chain_of(linear()), (2, 4, 8, 32))
     assert runs == [2, 4, 8]
+    assert profile_of(chain_of(linear()), (2, 4, 8, 16, 32, 64)) == first
+    assert runs == [2, 4, 8], "a larger batch needs no other measurement"
+    profile_of(chain_of(linear()), (2, 4, 8))
+    assert runs == [2, 4, 8] * 2, "with these rows it might have gone on"
 
 
 def test_rows_that_do_not_fit_the_device_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def test_freed_memory_is_kept_where_the_budget_allows_it(budget: int, peak: int)
 
 def test_ranks_near_their_budget_take_as_long_as_the_profile_says() -> None:
     """Freed memory that goes back at once costs a third of a small model's step."""
-    model = replace(profile([block(moved=Affine(0, 100))] * 4), freeing_slowdown=1.5)
+    model = replace(profile([block(moved=Affine(0, 100))] * 4), freeing_slowdown=(1.5,))
     ample, near = (
         replace(
             cluster(1, memory), nodes=(replace(node, devices=(replace(device, kept_share=0.5),)),)
@@ -68,7 +68,7 @@ def test_a_swap_limit_leaves_memory_for_freed_blocks_where_that_is_faster(
 ) -> None:
     """What is read back once more costs less than giving all memory back; over a slow link it costs more. Where a fifth
     of the budget can stay free it does."""
-    model = replace(profile([block(moved=Affine(0, 100))] * 12), freeing_slowdown=1.2)
+    model = replace(profile([block(moved=Affine(0, 100))] * 12), freeing_slowdown=(1.2,))
     machine = cluster(1, budget, write=tier, kept_share=0.5)
     config = PlanConfig(activations="offload")
     plan, _ = search(model, machine, config, global_batch=4, microbatch=1)
@@ -82,7 +82,7 @@ def test_a_swap_limit_leaves_memory_for_freed_blocks_where_that_is_faster(
 
 def test_an_offloading_stage_without_a_limit_is_left_as_it_is() -> None:
     """Its offloaded blocks save nothing, so that there is no limit to be lowered."""
-    model = replace(profile([block(stays=Affine(0, 60))] * 4), freeing_slowdown=1.2)
+    model = replace(profile([block(stays=Affine(0, 60))] * 4), freeing_slowdown=(1.2,))
     machine = cluster(1, 300, kept_share=0.5)
     stage = StagePlan(start=0, stop=4, replicas=1, directives=(Directive.OFFLOAD,) * 4)
     pipeline = Pipeline(
@@ -95,7 +95,7 @@ def test_an_offloading_stage_without_a_limit_is_left_as_it_is() -> None:
 
 def test_blocks_are_recomputed_to_leave_memory_for_freed_blocks_where_that_is_faster() -> None:
     """Recomputing one more block costs less than giving all memory back; no more blocks than necessary are."""
-    model = replace(profile([block(moved=Affine(0, 100))] * 12), freeing_slowdown=1.2)
+    model = replace(profile([block(moved=Affine(0, 100))] * 12), freeing_slowdown=(1.2,))
     machine = cluster(1, 780, kept_share=0.1)
     directives = (Directive.KEEP,) * 6 + (Directive.RECOMPUTE,) * 6
     stage = StagePlan(start=0, stop=12, replicas=1, directives=directives)
