@@ -30,7 +30,7 @@ _FREED_BYTES = (
     16 * 2**20
 )  # size of a block; after it is freed, malloc keeps up to twice as much at the end of its heap
 RETURNED_BYTES = 256 * 1024  # the smallest block returned at once, see return_freed_memory
-_TOUCHED_BYTES, _TOUCHES = 2**23, 20
+_TOUCHED_BYTES, _TOUCHES = 2**26, 5  # more bytes than caches hold
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # as malloc's: shared pages take twice as long
 # bytes of tensors between two reads of the process's memory, which take microseconds each
 LOOK_BYTES = 2**20

@@ -22,7 +22,7 @@ from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.offloads import Offloader
 from parallax.plan.profile import ModelProfile
 
-CACHE_VERSION = 13  # version of the measurement; profiles of another version are measured again
+CACHE_VERSION = 14  # version of the measurement; profiles of another version are measured again
 Sample = Callable[[int], tuple[tuple[Tensor, ...], Tensor]]
 
 

@@ -231,9 +231,9 @@ def _freeing_slowdown(device: torch.device, blocks: Sequence[_Measured]) -> tupl
     """Return the factors by which forward and backward slow down if freed memory is returned to the system at once, for
     micro-batches of 1, 2, 4, ... rows.
 
-    Each tensor of :data:`RETURNED_BYTES` or more then needs fresh memory pages, and these are huge pages if the tensor
-    is as large as one. The factors are computed from the bytes of the tensors. They cannot be measured here, because
-    this process keeps freed memory.
+    Each tensor of :data:`RETURNED_BYTES` or more then needs fresh memory pages. They are huge pages except at the ends
+    of the tensor, which have as many bytes as one huge page, because malloc does not align them. The factors are
+    computed from the bytes of the tensors. They cannot be measured here, because this process keeps freed memory.
     """
     seconds = sum(block.forward_seconds + block.backward_seconds for block in blocks)
     if device.type != "cpu" or not seconds:
@@ -243,12 +243,11 @@ def _freeing_slowdown(device: torch.device, blocks: Sequence[_Measured]) -> tupl
     allocated = Counter(size for block in blocks for size in block.allocated)
 
     def factor(rows: int) -> float:
-        scale = rows / blocks[0].rows
-        added = sum(
-            count * size * (small if size * scale < HUGE_PAGE_BYTES else huge)
-            for size, count in allocated.items()
-            if size * scale >= RETURNED_BYTES
-        )
+        scale, added = rows / blocks[0].rows, 0.0
+        for size, count in allocated.items():
+            if size * scale >= RETURNED_BYTES:
+                ends = min(1.0, HUGE_PAGE_BYTES / (size * scale))
+                added += count * size * (small * ends + huge * (1 - ends))
         return round(1 + added / seconds, 3)
 
     return tuple(factor(1 << n) for n in range(_FREEING_DOUBLINGS))
