@@ -323,32 +323,26 @@ ALONE = HostSpeeds()
 def measure_together(count: int, threads: int, *, fresh: bool = False) -> HostSpeeds:
     """Return the speeds of 1 to ``count`` concurrent processes of ``threads`` threads each.
 
-    At most :data:`TOGETHER` processes are measured, once, in about six seconds; later calls read the result from the
-    cache, unless ``fresh`` is True.
+    At most :data:`TOGETHER` processes are measured, once, in six seconds for two of them; later calls for as many or
+    fewer read the result from the cache, unless ``fresh`` is True.
     """
     count = min(count, TOGETHER)
-    known = [
-        socket.gethostname(),
-        cpu_model(),
-        torch.__version__,
-        usable_cores(),
-        count,
-        threads,
-    ]
-    cache = (
-        cache_directory()
-        / f"together-{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]}.json"
-    )
-    if not fresh:
+    for measured in () if fresh else range(count, TOGETHER + 1):
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-            found = read_json(cache, SMALL_BYTES)
-            return HostSpeeds(**{name: tuple(map(float, each)) for name, each in found.items()})
+            found = read_json(_together_file(measured, threads), SMALL_BYTES)
+            return HostSpeeds(**{k: tuple(map(float, each[:count])) for k, each in found.items()})
     seconds, sums, reductions = compute_together(count, threads)
     speeds = shared_speeds(seconds, usable_cores() / threads)
     together = HostSpeeds(speeds, tuple(sums), tuple(reductions))
-    with contextlib.suppress(OSError), replacing(cache) as file:
+    with contextlib.suppress(OSError), replacing(_together_file(count, threads)) as file:
         file.write(json.dumps(asdict(together)).encode())
     return together
+
+
+def _together_file(count: int, threads: int) -> Path:
+    known = [socket.gethostname(), cpu_model(), torch.__version__, usable_cores(), count, threads]
+    digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
+    return cache_directory() / f"together-{digest}.json"
 
 
 def shared_speeds(seconds: list[float], able: float) -> tuple[float, ...]:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-RESNETS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+RESNETS = {14: (1, 1, 1, 1), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 
 
 def _convolution(
@@ -43,8 +43,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet(depth: int = 50, classes: int = 2) -> nn.Sequential:
-    """Return ResNet-50, -101 or -152 (He et al. 2015), by ``depth``, for images of any size, with ``classes``
-    outputs."""
+    """Return ResNet-50, -101 or -152 (He et al. 2015) for images of any size, or ResNet-14, with one block a stage."""
     blocks: list[nn.Module] = [_convolution(3, 64, 7, 2), nn.MaxPool2d(3, 2, 1)]
     channels = 64
     for stage, count in enumerate(RESNETS[depth]):

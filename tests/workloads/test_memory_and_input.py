@@ -57,8 +57,8 @@ def test_models_have_the_sizes_of_their_papers(model: Callable[[], Any], count: 
 def test_frontier_is_ordered_and_the_planner_agrees_with_the_runs(
     called: Called, here: Path
 ) -> None:
-    small = ["data.kwargs={count: 200, pixels: 32}", "trainer.steps=2"]
-    budget = 420 * MIB
+    small = ["data.kwargs={count: 200, pixels: 32}", "model.kwargs.depth=14", "trainer.steps=2"]
+    budget = 200 * MIB
     swept = ["trainer.global_batch=16,96", "plan.activations=keep,offload"]
     command = ["experiment=resnet50", *small, f"cluster.device_memory=cpu:{budget}"]
     code, out, _ = called("plan", *command, "--json", "--what-if", *swept)
@@ -119,7 +119,8 @@ def test_memory_of_feature_extraction_is_flat(tmp_path: Path) -> None:
 @needs_photographs
 def test_input_keeps_up_on_one_rank_and_on_two(called: Called, here: Path) -> None:
     photographs.write(here / "records", count=48, pixels=48, shards=2)
-    small = ["data.size=32", "trainer.steps=3", "trainer.global_batch=8"]
+    small = ["data.size=32", "model.kwargs.depth=14", "trainer.steps=3", "trainer.global_batch=8"]
+    assert called("plan", "experiment=records", *small, "cluster.devices=2")[0] == 0
     swept = ["cluster.devices=1,2", "data.workers=1"]
     assert called("train", "-m", "experiment=records", "name=r", *small, *swept)[0] == 0
     for point in outcomes(here, "r").values():

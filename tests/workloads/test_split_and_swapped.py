@@ -20,9 +20,16 @@ Called = Callable[..., tuple[int, str, str]]
 pytestmark = pytest.mark.slow
 
 
-def swept(called: Called, here: Path, name: str, *overrides: str) -> list[Path]:
-    """The directories of the points of a sweep, in order; its report is printed without an error."""
-    code, _, err = called("train", "-m", f"experiment={name}", f"name={name}", *overrides)
+def swept(
+    called: Called, here: Path, name: str, *overrides: str, points: tuple[str, ...] = ()
+) -> list[Path]:
+    """The directories of the points of a sweep, in order; its report is printed without an error.
+
+    ``points``: the values that the sweep tries, if not those of the experiment. The model is profiled in this process
+    first, where :func:`kept_profiles` holds, so that no point measures it again.
+    """
+    assert called("plan", f"experiment={name}", *overrides)[0] == 0
+    code, _, err = called("train", "-m", f"experiment={name}", f"name={name}", *overrides, *points)
     assert (code, err) == (0, "")
     points = [file.parent for file in (here / "runs" / name).glob("*/point.json")]
     return sorted(
@@ -60,7 +67,8 @@ def test_gaussians_are_classified_the_same_with_and_without_swapping(
 
 def test_graph_split_by_sample_split_gives_one_loss(called: Called, here: Path) -> None:
     small = ["model.layers=2", "model.hidden=32", "model.heads=2", "model.sequence=32"]
-    points = swept(called, here, "two_by_two", *small, "trainer.steps=3", "data.max_bytes=64KiB")
+    small += ["trainer.steps=3", "data.max_bytes=64KiB"]
+    points = swept(called, here, "two_by_two", *small)
     layouts = [
         (len({r["stage"] for r in summary(p)["ranks"]}), len(summary(p)["ranks"])) for p in points
     ]
@@ -72,8 +80,8 @@ def test_graph_split_by_sample_split_gives_one_loss(called: Called, here: Path) 
 @needs_photographs
 def test_branches_in_stages_swapped_or_recomputed_give_one_loss(called: Called, here: Path) -> None:
     small = ["model.kwargs={branches: 4, channels: 8}", "data.kwargs={count: 40, pixels: 32}"]
-    shape = ["cluster.device_memory=auto", "plan.activations=offload,recompute", "trainer.steps=2"]
-    points = swept(called, here, "wide", *small, *shape)
+    small += ["cluster.device_memory=auto", "trainer.steps=2"]
+    points = swept(called, here, "wide", *small, points=("plan.activations=offload,recompute",))
     assert len(points) == 4
     for point in points:
         assert losses(point) == pytest.approx(losses(points[0]), rel=1e-5)

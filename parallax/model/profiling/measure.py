@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ _REPEATS = (3, 15)
 # cost of larger ones.
 _CHEAP_SECONDS = 0.2
 _ALWAYS = 3  # numbers of rows that are measured at any cost, if they fit the device
+_measured_here: set[Path] = set()  # cache files of profiles that this process has measured
 _FREEING_DOUBLINGS = 13  # of rows, up to which the slowdown of fresh memory is computed
 _GROWN = 1.5  # ratio for twice the rows; below it, costs that do not depend on rows dominate, such as reading weights
 
@@ -125,17 +127,19 @@ def measure(
     Saved tensors of less than ``minimum_bytes`` count as not offloadable. The loss is measured with the last block. If
     the loss is computed over the whole batch, it is measured separately, on ``gathered`` rows, because its cost may be
     non-linear (that of all pairs of rows grows quadratically); 0: it is not. ``offloader`` offloads as in a run; None:
-    the run does not offload. If a cached profile was measured on a busy machine, it is measured again. Raises
-    :class:`DescribeError` if a block does not accept the outputs of the one before it.
+    the run does not offload. If a cached profile was measured on a busy machine, it is measured again, once in this
+    process. Raises :class:`DescribeError` if a block does not accept the outputs of the one before it.
     """
     how: dict[str, Any] = {"precision": precision, "offloader": offloader}
     how |= {"minimum_bytes": minimum_bytes, "gathered": gathered}
     path, ended = (
         profile_path(chain, loss, sample, each, device=device, **how) for each in (rows, ())
     )
-    known = load_cached(path, name) or _with_rows_of(load_cached(ended, name), rows)
-    if known is not None and not known.noisy:
-        progress(f"profile of {name} from {path}")
+    known, kept = load_cached(path, name), path
+    if known is None:
+        known, kept = _with_rows_of(load_cached(ended, name), rows), ended
+    if known is not None and (not known.noisy or kept in _measured_here):
+        progress(f"profile of {name} from {kept}")
         return known
     with private_random_state(device), precision.products():
         within = not gathered
@@ -150,11 +154,13 @@ def measure(
                 whole = bench.whole_loss(gathered, low[-1], high[-1], sample(gathered)[1])
     profile = _profile_of(chain, name, device, precision, found, whole)
     profile = replace(profile, disturbance=round(bench.noise.disturbance, 3))
+    _measured_here.add(path)
     if known is not None and known.disturbance < profile.disturbance:
         return known  # measured again, but the machine was even busier
     store_cached(profile, path)
     if len(found) < len(set(rows)):
         store_cached(profile, ended)
+        _measured_here.add(ended)
     return profile
 
 

@@ -352,16 +352,18 @@ def test_processes_are_measured_together_once(monkeypatch: pytest.MonkeyPatch) -
 
     def compute(count: int, threads: int) -> tuple[list[float], ...]:
         requests.append((count, threads))
-        return [1.0, 1.5][:count], [0.001, 0.002][:count], [1e-9, 2e-9][:count]
+        return [1.0, 1.5, 2.0][:count], [0.001, 0.002, 0.003][:count], [1e-9, 2e-9, 3e-9][:count]
 
     monkeypatch.setattr(module, "compute_together", compute)
+    three = ClusterConfig(kind="cpu", devices=3, threads=1, device_memory="1GiB")
+    assert probe_together(choose_devices(three)).sum_seconds == (0.001, 0.002, 0.003)
     config = ClusterConfig(kind="cpu", devices=2, threads=1, device_memory="1GiB")
     first = probe_together(choose_devices(config))
     assert (first.sum_seconds, first.reduce_seconds) == ((0.001, 0.002), (1e-9, 2e-9))
     assert probe_together(choose_devices(config)) == first
-    assert requests == [(2, 1)]
+    assert requests == [(3, 1)]
     assert probe_together(choose_devices(config), fresh=True) == first
-    assert len(requests) == 2
+    assert requests == [(3, 1), (2, 1)]
     assert probe_together(choose_devices(ClusterConfig(kind="cpu", devices=1))) == ALONE
 
 
