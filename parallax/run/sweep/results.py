@@ -174,7 +174,7 @@ def _result(
     )
 
 
-_PLANNED = ("workload", "model", "unit", "global_batch", "devices", "layout")
+_PLANNED = ("workload", "model", "global_batch", "devices", "layout")
 
 
 def _measured(directory: Path, wanted: Collection[str]) -> Iterator[tuple[str, Any]]:
@@ -190,7 +190,6 @@ def _measured(directory: Path, wanted: Collection[str]) -> Iterator[tuple[str, A
         tuple(i for i in sorted(settings.items()) if i[0].startswith(("model.", "data."))),
     )
     yield "global_batch", int(settings["trainer.global_batch"])
-    yield "unit", "tokens" if settings.get("data.name") == "text" else "rows"
     plan = Plan.load(directory / "plan.yaml")
     yield "devices", plan.world_size
     yield "layout", _layout(plan)
@@ -199,6 +198,7 @@ def _measured(directory: Path, wanted: Collection[str]) -> Iterator[tuple[str, A
         yield "step_seconds", _number(summary, "step_seconds_median")
         yield "predicted_step_seconds", _number(summary, "predicted_step_seconds")
         tokens = _number(summary, "tokens_per_second")
+        yield "unit", "rows" if tokens is None else "tokens"
         yield "per_second", _number(summary, "rows_per_second") if tokens is None else tokens
         yield "validation_loss", _number(summary, "validation_loss")
         yield "metrics", _metrics(directory, summary, wanted)

@@ -105,6 +105,14 @@ def point_of(folder: Path, lr: str, summary: dict[str, Any], steps: list[dict[st
     (directory / "metrics.jsonl").write_text(f'{lines}{{"step": 3, "validation_accu')
 
 
+def test_a_rate_has_the_unit_that_the_run_measured(tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text('{"overrides": []}')
+    point_of(tmp_path, "0.1", {"rows_per_second": 2.0, "tokens_per_second": None}, [])
+    point_of(tmp_path, "0.2", {"rows_per_second": 2.0, "tokens_per_second": 512.0}, [])
+    points = sorted(read_results(tmp_path).points, key=lambda point: point.name)
+    assert [(p.per_second, p.unit) for p in points] == [(2.0, "rows"), (512.0, "tokens")]
+
+
 def test_metrics_come_from_summaries_and_steps(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text('{"overrides": []}')
     for lr, value in (("0.1", 0.5), ("0.2", 0.75)):
