@@ -58,7 +58,7 @@ def test_frontier_is_ordered_and_the_planner_agrees_with_the_runs(
     called: Called, here: Path
 ) -> None:
     small = ["data.kwargs={count: 200, pixels: 32}", "model.kwargs.depth=14", "trainer.steps=2"]
-    budget = 150 * MIB
+    budget = 174 * MIB
     swept = ["trainer.global_batch=16,96", "plan.activations=keep,offload"]
     command = ["experiment=resnet50", *small, f"cluster.device_memory=cpu:{budget}"]
     code, out, _ = called("plan", *command, "--json", "--what-if", *swept)
