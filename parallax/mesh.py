@@ -42,8 +42,8 @@ class Mesh:
     ``replicas``    averages the running statistics of BatchNorms
     ``statistics``  serves BatchNorm, loss and metrics, whose collectives run in block order, beside ``summed``
 
-    Three groups contain the replicas that sum their gradients with this rank in every step. With local steps
-    (``replicas.mode=local``) these are the replicas of this rank's group, otherwise all replicas of its stage:
+    Three groups contain those replicas that sum gradients in every step: all of them, unless they take local steps or
+    are asynchronous.
 
     ``summed``      reduces gradients, in the order in which they are completed
     ``updates``     uses gloo to broadcast weights whose optimizer states are offloaded, beside other collectives
@@ -52,7 +52,10 @@ class Mesh:
     With local steps, two more groups contain this rank and its counterpart in every other group of replicas:
 
     ``outer``       averages weights after local steps
-    ``outer_host``  uses gloo, for weights whose optimizer states are offloaded
+    ``outer_host``  uses gloo, for weights whose optimizer states are offloaded; with asynchronous replicas, for
+                    gradients and weights between the owner of the stage's state and each other replica
+
+    ``pipeline`` contains the ranks of this replica of all stages, in their order. Only asynchronous replicas use it.
 
     ``shared`` maps the name of each parameter that several stages hold to the group of the ranks that hold it and sum
     its gradients in every step. ``nodes`` are the nodes of all ranks.
@@ -83,6 +86,7 @@ class Mesh:
     streamed: dist.ProcessGroup | None = None
     outer: dist.ProcessGroup | None = None
     outer_host: dist.ProcessGroup | None = None
+    pipeline: dist.ProcessGroup | None = None
     nodes: Nodes = ALONE
 
     @classmethod
@@ -162,6 +166,7 @@ class Mesh:
             self.streamed,
             self.outer,
             self.outer_host,
+            self.pipeline,
             self.back,
             *self.shared.values(),
             *self.routes.values(),
@@ -196,18 +201,29 @@ class Mesh:
     @property
     def groups(self) -> int:
         """Return the number of groups of this rank's stage. The replicas of a group sum their gradients in every
-        step."""
-        return self.replica_count // self.summing
+        step, or share one state."""
+        return 1 if self.asynchronous else self.replica_count // self.summing
 
     @property
     def group(self) -> int:
         """Return the index of this replica's group."""
-        return self.replica // self.summing
+        return 0 if self.asynchronous else self.replica // self.summing
 
     @property
     def member(self) -> int:
         """Return the index of this replica within its group."""
-        return self.replica % self.summing
+        return self.replica if self.asynchronous else self.replica % self.summing
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether there are several replicas, and they train on one state without waiting for each other. They are one
+        group."""
+        return self.plan.staleness > 0 and self.replica_count > 1
+
+    @property
+    def owns_state(self) -> bool:
+        """Whether this rank has optimizer states of its stage. Of asynchronous replicas, only the first has them."""
+        return not self.asynchronous or self.replica == 0
 
     @property
     def replica_count(self) -> int:
@@ -283,9 +299,12 @@ def _replica_groups(plan: Plan, rank: int, devices: RankDevices) -> dict[str, di
             if planned.parameter_offload > 0:
                 create("streamed", each)
         for counterparts in zip(*divided) if several else ():
-            create("outer", counterparts)
+            if not plan.staleness:
+                create("outer", counterparts)
             create("outer_host", counterparts, "gloo")
-    if "outer" not in mine and "replicas" in mine:  # all replicas sum their gradients
+    for ranks in zip(*map(plan.ranks, range(plan.pipeline_ranks))) if plan.staleness else ():
+        create("pipeline", ranks, "gloo")
+    if "outer_host" not in mine and "replicas" in mine:  # all replicas sum their gradients
         mine["summed"] = mine["replicas"]
     return mine
 

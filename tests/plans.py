@@ -61,6 +61,7 @@ def make_plan(
     bucket_bytes: int = LEAST_BUCKET_BYTES,
     group: int = 0,
     local_steps: int = 0,
+    staleness: int = 0,
     local_groups: int = 0,
 ) -> Plan:
     """A plan with blocks distributed evenly over stages (or divided at ``boundaries``), ``interleave`` stages for each
@@ -109,6 +110,7 @@ def make_plan(
         interleave=interleave,
         gather_loss=gather_loss,
         local_steps=local_steps,
+        staleness=staleness,
         local_groups=local_groups,
         updates=Updates(updates),
         prediction=Prediction(step_seconds=0.0, bubble=0.0, ranks=(rank,) * sum(replicas)),

@@ -130,6 +130,7 @@ class RunConfig:
             gather_loss=self.trainer.gather_loss,
             averages=self.ema.averages,
             delays=self.trainer.updates == Updates.DELAYED,
+            scales=self.precision.scales,
         )
         if self.optimizer.delay_correction and self.trainer.updates != Updates.DELAYED:
             raise ConfigError(

@@ -66,6 +66,11 @@ class PrecisionConfig:
             )
 
     @property
+    def scales(self) -> bool:
+        """Whether the loss is multiplied by a factor before the backward."""
+        return self.loss_scale != "auto" or self.compute == "fp16"
+
+    @property
     def parameter_dtype(self) -> torch.dtype:
         """``parameters`` as a torch dtype."""
         return DTYPES[self.parameters]

@@ -23,7 +23,14 @@ def _explain_shape(plan: Plan) -> str:
     each = f", {plan.interleave} virtual stages per pipeline rank" if plan.interleave > 1 else ""
     once = "the loss is computed once, of all rows; " if plan.gather_loss else ""
     groups = plan.stages[0].replicas // plan.summing(0)
-    if groups > 1:
+    if plan.staleness and groups > 1:
+        once += (
+            f"{groups} replicas train on one state without waiting for each other, with weights of at most "
+            f"{plural(plan.staleness, 'update')} before; each exchanges {format_bytes(round(plan.exchanged_bytes))} "
+            "per share with the first, which alone has optimizer states: the others need less memory than predicted, "
+            "and the time is that of equally fast replicas; "
+        )
+    elif groups > 1:
         one = "replicas" if plan.summing(0) == 1 else f"groups of {plan.summing(0)} replicas"
         once += (
             f"each of {groups} {one} takes {plural(plan.local_steps, 'step')} by itself, then they exchange weights, "

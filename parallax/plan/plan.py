@@ -367,11 +367,14 @@ class Plan(Pipeline):
     ``fingerprint``    hash of the model, equal to that of the profile (:class:`~parallax.plan.profile.ModelProfile`)
     ``gather_loss``    the last stage gathers the outputs of all micro-batches and replicas and computes one loss of the
                        whole batch; otherwise each micro-batch of each replica has its own loss
-    ``local_steps``    number of steps of a round of local steps, after which replicas exchange weights; 0 if replicas
-                       sum their gradients in every step
-    ``local_groups``   with local steps, number of groups of replicas; the replicas of a group sum their gradients in
-                       every step. 0 if each replica steps alone
-    ``exchanged_bytes``  with local steps, the bytes per step that a replica of the pipeline exchanges with the others
+    ``local_steps``    the steps that each replica takes by itself between two exchanges of weights; 0 if replicas sum
+                       their gradients in every step
+    ``local_groups``   the groups of replicas that do so together, summing their gradients in every step; 0 if each
+                       replica does so alone
+    ``exchanged_bytes``  with local steps or asynchronous replicas, the bytes per step that a replica of the pipeline
+                         exchanges with the others
+    ``staleness``      the updates by which the weights of asynchronous replicas may be older than the newest; 0 if
+                       replicas are not asynchronous
     ``updates``        whether gradients are those of the newest weights, or of weights one version older, which every
                        stage holds beside the newest
     ``tier``           name of the offload tier (:mod:`parallax.plan.tier`)
@@ -394,6 +397,7 @@ class Plan(Pipeline):
     local_steps: int = 0
     local_groups: int = 0
     exchanged_bytes: float = 0.0
+    staleness: int = 0
     updates: Updates = Updates.SYNCHRONOUS
     alternatives: tuple[Alternative, ...] = ()
     spare_devices: int = 0
@@ -417,7 +421,7 @@ class Plan(Pipeline):
             )
         object.__setattr__(self, "updates", Updates(self.updates))
         _check_numbers(self, int, "global_batch", "microbatch", "candidates", "interleave")
-        _check_numbers(self, int, "spare_devices", "local_steps", "local_groups")
+        _check_numbers(self, int, "spare_devices", "local_steps", "local_groups", "staleness")
         _check_numbers(self, float, "bound_seconds", "exchanged_bytes")
         texts = self.model, self.fingerprint, self.tier, self.schedule.name
         if not all(isinstance(text, str) for text in texts):
@@ -438,6 +442,7 @@ class Plan(Pipeline):
                     f"stage {index} has {stage.replicas} replicas, its pipeline rank has another number"
                 )
         self._check_local_steps()
+        self._check_staleness()
         moves = self.micro_batches(self.global_batch) * len(self.stages)
         if moves > MOST_MOVES:
             raise PlanError(
@@ -456,6 +461,17 @@ class Plan(Pipeline):
             raise PlanError(
                 "local steps need equally many replicas of every stage and in every group, which have a loss of their "
                 "own, and optimizer states that no other group holds: plan again"
+            )
+
+    def _check_staleness(self) -> None:
+        if not self.staleness:
+            return
+        uneven = len({stage.replicas for stage in self.stages}) > 1
+        alone = any(stage.shard_optimizer or stage.parameter_offload for stage in self.stages)
+        if uneven or alone or self.gather_loss or self.local_steps or self.updates.delays:
+            raise PlanError(
+                "asynchronous replicas need equally many replicas of every stage, parameters on the device, states "
+                "that are not sharded, and a loss of each micro-batch: plan again"
             )
 
     def _check_stages(self) -> None:
@@ -490,8 +506,9 @@ class Plan(Pipeline):
                 )
 
     def summing(self, stage: int) -> int:
-        """Return how many replicas of ``stage`` sum their gradients with each other in every step."""
-        return summing(self.stages[stage].replicas, self.local_steps, self.local_groups)
+        """Return how many replicas of ``stage`` sum their gradients in every step."""
+        alone = self.local_steps + self.staleness > 0
+        return summing(self.stages[stage].replicas, alone, self.local_groups)
 
     @property
     def blocks(self) -> int:
@@ -524,6 +541,8 @@ class Plan(Pipeline):
             del data["task"]
         if not self.local_steps:
             del data["local_steps"], data["local_groups"], data["exchanged_bytes"]
+        if not self.staleness:
+            del data["staleness"]
         if not self.updates.delays:
             del data["updates"]
         for rank in data["prediction"]["ranks"]:
@@ -619,6 +638,7 @@ class Plan(Pipeline):
             "gather_loss",
             "local_steps",
             "local_groups",
+            "staleness",
             "updates",
             "tier",
         )

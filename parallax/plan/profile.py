@@ -204,13 +204,10 @@ class Utilization:
         return self.flops_per_row * rows_per_second / (ranks * self.peak_flops)
 
 
-def summing(replicas: int, local_steps: int, local_groups: int) -> int:
-    """Return how many of ``replicas`` replicas sum their gradients with each other in every step.
-
-    Without local steps (``local_steps`` is 0) these are all replicas. With local steps they are the replicas of one of
-    ``local_groups`` equal groups; with 0 groups, each replica steps alone, and the result is 1.
-    """
-    if not local_steps:
+def summing(replicas: int, alone: bool, local_groups: int) -> int:
+    """Return how many of ``replicas`` replicas sum their gradients in every step: all of them or, if they step
+    ``alone`` or are asynchronous, those of one of ``local_groups`` groups. With 0 groups this is each replica."""
+    if not alone:
         return replicas
     return replicas // local_groups if local_groups else 1
 
@@ -232,10 +229,12 @@ class ModelProfile:
     ``master_bytes``       bytes of full-precision copies per byte of trained parameters; 0.0 if the parameters
                            themselves are in full precision
     ``divides``            whether the optimizer may step a part of a parameter
-    ``local_steps``        number of steps of a round of local steps, after which replicas exchange weights; 0 if
-                           replicas sum their gradients in every step
-    ``local_groups``       with local steps, number of groups of replicas; 0 if each replica steps alone
-    ``synced_bytes``       bytes of one exchange of weights per byte of trained parameters
+    ``local_steps``        the steps that each replica takes by itself between two exchanges of weights; 0 if replicas
+                           sum their gradients in every step
+    ``local_groups``       groups of replicas that step alone; 0 if each replica does
+    ``synced_bytes``       bytes of such an exchange per byte of trained parameters
+    ``staleness``          the updates by which the weights of asynchronous replicas may be older than the newest; 0 if
+                           replicas are not asynchronous
     ``gathered_rows``      number of rows over which one loss is computed per step; 0 if each micro-batch has its own
                            loss
     ``freeing_slowdown``   factors by which computing slows down if the allocator returns freed memory to the system at
@@ -262,6 +261,7 @@ class ModelProfile:
     local_steps: int = 0
     local_groups: int = 0
     synced_bytes: float = 1.0
+    staleness: int = 0
     gathered_rows: int = 0
     freeing_slowdown: tuple[float, ...] = (1.0,)
     peak_flops: float = 0.0
@@ -299,6 +299,7 @@ class ModelProfile:
             "local_steps",
             "local_groups",
             "synced_bytes",
+            "staleness",
             "gathered_rows",
             "disturbance",
         ):
@@ -368,9 +369,9 @@ class ModelProfile:
         return self.freeing_slowdown[min(rows.bit_length(), len(self.freeing_slowdown)) - 1]
 
     def summing(self, replicas: int) -> int:
-        """Return how many of ``replicas`` replicas sum their gradients with each other in every step (:func:`summing`).
-        Only these replicas can share optimizer states."""
-        return summing(replicas, self.local_steps, self.local_groups)
+        """Return how many of ``replicas`` replicas sum their gradients in every step, and can share optimizer
+        states."""
+        return summing(replicas, self.local_steps + self.staleness > 0, self.local_groups)
 
     def unique_parameter_bytes(self, blocks: Sequence[int]) -> int:
         """Return the parameter bytes of a stage of ``blocks``. A parameter that several of them share counts once."""

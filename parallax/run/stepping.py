@@ -78,8 +78,13 @@ def stepped_by(
 
 
 def _exchanged(costs: ModelProfile, replicas: ReplicasConfig | None) -> dict[str, Any]:
-    """Return the fields of a profile for local steps; none if replicas sum their gradients in every step."""
-    if replicas is None or not replicas.local_steps:
+    """Return the fields of a profile for local steps or asynchronous replicas; none if replicas sum their
+    gradients in every step."""
+    if replicas is None:
+        return {}
+    if replicas.asynchronous:  # gradients to the owner, and weights back
+        return {"staleness": replicas.staleness, "synced_bytes": costs.gradient_bytes + 1}
+    if not replicas.local_steps:
         return {}
     # Weights are averaged in the type in which they are stepped.
     wide = max(1.0, costs.master_bytes)

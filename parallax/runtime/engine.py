@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,14 @@ from parallax.model.losses import check_loss
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
 from parallax.plan.plan import Plan
+from parallax.runtime.asynchronous import AsynchronousSteps, Interval
 from parallax.runtime.batch import Rows, row_count
 from parallax.runtime.checkpoint import ALL_STAY, Retention
 from parallax.runtime.evaluation import Evaluator, step_loss
 from parallax.runtime.executor import CurrentAction, TrainingParts
 from parallax.runtime.forward import ForwardEngine, StageConfigs, build_stage
 from parallax.runtime.health.buffers import KeptBuffers
+from parallax.runtime.health.row_comparison import RowComparison
 from parallax.runtime.loss import Evaluation, Loss
 from parallax.runtime.meters.step import StepResult
 from parallax.runtime.metrics import Metrics, MetricsConfig
@@ -93,9 +95,10 @@ class Engine:
         self._manager = None if swap is None else swap[0]
         self._optimizer = open_optimizer(self._stage, mesh, shared, builder, self._tiers, copies)
         self._stage.wait_for_weights(self._optimizer.ready)
-        self._sync = sync_for(
-            self._stage, mesh, self._optimizer.reduced, configs.replicas, split=plan.schedule.splits
-        )
+        # Gradients of asynchronous replicas are final where their shares are summed.
+        reduced = self._unshared if mesh.asynchronous else self._optimizer.reduced
+        splits = plan.schedule.splits
+        self._sync = sync_for(self._stage, mesh, reduced, configs.replicas, split=splits)
         later = {
             n for n, pipeline_ranks in shared.items() if mesh.pipeline_rank in pipeline_ranks[1:]
         }
@@ -106,6 +109,11 @@ class Engine:
         self._evaluation = Evaluation(loss, chain, configs.stage.precision, self.metrics)
         self._update = self._open_update(configs, builder, later)
         self._buffers = KeptBuffers(self._stage.modules())
+        self._shares = None
+        if mesh.asynchronous:
+            self._shares = AsynchronousSteps(
+                mesh, plan.staleness, self._stage, self._optimizer, self._update, self._scale
+            )
         training = TrainingParts(self._sync, self._update, swap, self._stalls())
         of_step = step_loss(self._evaluation, chain, mesh)
         self._forward = ForwardEngine(chain, plan, mesh, built, of_step, training)
@@ -115,8 +123,9 @@ class Engine:
     def _open_update(
         self, configs: EngineConfigs, builder: OptimizerBuilder, later: Collection[str]
     ) -> Update:
+        owners = replace(self.mesh, world=self.mesh.pipeline)
         return Update(
-            self.mesh,
+            owners if self.mesh.asynchronous else self.mesh,
             self._stage,
             self._optimizer,
             self._scale,
@@ -129,6 +138,7 @@ class Engine:
             read=self.metrics.copy_states,
             dtype=self._chain.dtype,
             rounds=self._rounds,
+            rows=RowComparison(self.mesh),
         )
 
     def _stalls(self) -> Callable[[], float]:
@@ -199,7 +209,10 @@ class Engine:
         replicas, ema = replicas or ReplicasConfig(), ema or EmaOff()
         replicas.check(plan, drops=nonfinite_skips > 0)
         replicas.check_beside(
-            gather_loss=plan.gather_loss, averages=ema.averages, delays=plan.updates.delays
+            gather_loss=plan.gather_loss,
+            averages=ema.averages,
+            delays=plan.updates.delays,
+            scales=precision is not None and precision.scales,
         )
         mesh = Mesh.create(plan, device or torch.device("cpu"), shared_between_ranks(chain, plan))
         configs = EngineConfigs(
@@ -271,6 +284,12 @@ class Engine:
         return self._rounds.local_steps
 
     @property
+    def staleness(self) -> dict[int, int]:
+        """How many gradients of asynchronous replicas had each staleness since the engine was built. Equal on all
+        ranks; empty if replicas are not asynchronous."""
+        return {} if self._shares is None else self._shares.staleness
+
+    @property
     def synced_bytes(self) -> int:
         """Bytes of weights that this rank has contributed to the means of its replicas since the engine was built."""
         return self._mean.sent_bytes
@@ -298,6 +317,8 @@ class Engine:
         :class:`~parallax.errors.NonFiniteError`, with unchanged weights.
         """
         self._check_trained()
+        if self._shares is not None:
+            return self.steps(batch, Interval.of_one_step(self._step))[0]
         start, scale = time.perf_counter(), self._scale.factor
         self._optimizer.zero_grad()
         self._buffers.remember()
@@ -322,6 +343,49 @@ class Engine:
             metrics=self.metrics.stepped(),
             read_seconds=rows.seconds,
         )
+
+    def steps(self, batch: Rows, interval: Interval) -> list[StepResult]:
+        """Run the updates of ``interval``, the first of them over ``batch``, and return their results. Replicas that
+        are not asynchronous run one update.
+
+        The result of an update that asynchronous replicas make has the figures of this rank only for the rows that this
+        rank has computed.
+        """
+        if self._shares is None:
+            return [self.step(batch)]
+        self._check_trained()
+        start = time.perf_counter()
+        rows = self._update.rows
+        rows.check(agreed_sum(self.mesh, *rows.numbers(batch)), f"the batch of step {self._step}")
+        done = self._shares.train(self._step, batch, interval, self._compute)
+        if self._stage.norms.statistics_differ:
+            self._stage.norms.average_statistics()
+        self._step += len(done)
+        seconds, swapped = time.perf_counter() - start, self._take_statistics()
+        return [
+            each.result(
+                seconds=seconds / len(done),
+                peak_bytes=self._forward.peak_bytes(),
+                swap=swapped if each is done[-1] else SwapStatistics(),
+            )
+            for each in done
+        ]
+
+    def _compute(self, batch: Rows, update: int, share: int) -> tuple[float, list[Span]]:
+        """Compute the gradients of a share of ``batch``. Return this rank's part of the loss, and the spans."""
+        self._optimizer.zero_grad()
+        row_count(batch, update)
+        spans = self._forward.run(
+            self._forward.executor.timed(batch),
+            update,
+            training=True,
+            denominator=self._evaluator.weight_of_last(batch) or 1.0,
+            share=share,
+        )
+        return self._forward.executor.loss_share.item(), spans
+
+    def _unshared(self, parameter: Tensor) -> None:
+        """No-op: the gradient of a share is not that of an update."""
 
     def _undo(self) -> str:
         """Restore the buffers after a skipped step, and return why the step was skipped.
@@ -354,7 +418,8 @@ class Engine:
             self.metrics.begin(training=False)
             self.evaluate(batch)
             self.metrics.evaluated()
-            self.metrics.settle()
+            if self._shares is None:
+                self.metrics.settle()
 
     def evaluate(self, batch: Rows) -> float:
         """Return the loss of a batch in evaluation mode, computed without autograd."""

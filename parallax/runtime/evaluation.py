@@ -83,11 +83,15 @@ class Evaluator:
         """
         if self._count is None:
             return float(len(batch))
-        mine = 0.0
-        if self._mesh.is_last and self._mesh.replica == 0:
-            targets = batch.targets(0, len(batch))
-            mine = float(self._count(as_tensors("targets", targets, len(batch), self._dtype)))
+        mine = self.weight_of_last(batch) if self._mesh.replica == 0 else 0.0
         return agreed_sum(self._mesh, mine)[0]
+
+    def weight_of_last(self, batch: Rows) -> float:
+        """Return the weight on ranks of the last stage, without an exchange with other ranks."""
+        if self._count is None or not self._mesh.is_last:
+            return 0.0 if self._count else float(len(batch))
+        targets = batch.targets(0, len(batch))
+        return float(self._count(as_tensors("targets", targets, len(batch), self._dtype)))
 
 
 class EvaluationEngine:

@@ -104,7 +104,7 @@ class StepContext:
     the number of targets that count. The gradient of the loss is multiplied by ``scale``. If ``keep`` is given, no
     targets are read; instead, ``keep`` is called with the index of the first row and the model's outputs. If
     ``failed`` is given too, it is called with an exception that the model raises, and all ranks go on without the
-    outputs of that micro-batch.
+    outputs of that micro-batch. ``share``: the replica whose rows this rank computes; None stands for its own.
     """
 
     index: int
@@ -116,6 +116,7 @@ class StepContext:
     scale: float = 1.0
     keep: Keep | None = None
     failed: Callable[[Exception], None] | None = None
+    share: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,7 @@ class Executor:
             self._training_parts.update.begin(given)
         if self._loss is not None:
             self._loss.begin()
-        self._io.begin(len(step.batch), step.micro_batches)
+        self._io.begin(len(step.batch), step.micro_batches, step.share)
         with private_random_state(self._device), torch.set_grad_enabled(step.training):
             self._inputs.begin(step.batch, self._input_parts(step.program))
             for receive in step.program.first:

@@ -271,6 +271,7 @@ class ForwardEngine:
         scale: float = 1.0,
         keep: Keep | None = None,
         failed: Callable[[Exception], None] | None = None,
+        share: int | None = None,
     ) -> list[Span]:
         """Run the schedule over a batch: always its forwards, with ``training`` also its backwards, and with
         ``updates`` also the optimizer step.
@@ -288,6 +289,7 @@ class ForwardEngine:
             scale=scale,
             keep=keep,
             failed=failed,
+            share=share,
         )
         try:
             with self._built.precision.products():

@@ -263,7 +263,8 @@ class Saving:
         self._optimizer.reset()
         assign_weights(self._chain, self._stage, reader)
         with torch.no_grad():
-            for name, tensor in saved_tensors(self._chain, self._stage).items():
+            owned = saved_tensors(self._chain, self._stage) if self._mesh.owns_state else {}
+            for name, tensor in owned.items():
                 own = states_of_group(held.states(name, tensor), self._mesh.group)
                 self._optimizer.restore(tensor, own)
         self._optimizer.exchange_versions()

@@ -37,6 +37,9 @@ class Update:
     other numbers can be copied at the same time. ``rounds`` counts local steps: the gradients of each group of
     replicas are then clipped by their own norm, and ``norm`` is the root of the mean square over the groups.
 
+    Of asynchronous replicas, only the owners of the stages' states call :meth:`run`, without :meth:`begin`, with the
+    gradients and losses of all replicas. ``mesh`` then has these owners as its ``world``.
+
     After each :meth:`run`, ``loss``, ``norm``, ``verdict`` and ``rate`` describe the step, and are equal on all ranks.
     ``rows`` checks that the batches of all ranks have the same rows.
     """
@@ -57,6 +60,7 @@ class Update:
         read: Callable[[], None],
         dtype: torch.dtype,
         rounds: Rounds,
+        rows: RowComparison,
     ) -> None:
         self._rounds = rounds
         self._mesh, self._stage, self._optimizer = mesh, stage, optimizer
@@ -70,7 +74,7 @@ class Update:
         self.loss = self.norm = self.rate = 0.0
         self._norms: list[float] = []  # one for each norm that gradients are clipped by
         self.verdict = StepVerdict()
-        self.rows = RowComparison(mesh)
+        self.rows = rows
         self._batch: Rows | None = None
         self._numbers: list[float] = []
 
@@ -115,7 +119,6 @@ class Update:
         batches.
         """
         batch, self._batch = self._batch, None
-        assert batch is not None
         self._optimizer.finish()  # an error of the last step is raised before the all-reduce
         divisor = self._divisor
         owned, sums = self._measure(loss)
@@ -124,6 +127,8 @@ class Update:
         self.rate = self._lr * rates
 
         def find() -> str:
+            if batch is None:
+                return "in the rows of some asynchronous replica; lower optimizer.lr, or raise schedule.warmup"
             parts = (
                 NamedValue(
                     name, value, self._stage.gradient(tensor), isinstance(tensor, nn.Parameter)
@@ -172,13 +177,14 @@ def open_optimizer(
 
     tensors = stage.named_tensors()
     # Other stages that hold them step them on the host.
+    owns = mesh.owns_state
     elsewhere = [n for n, users in shared.items() if any(plans[u].optimizer_offload for u in users)]
     return StageOptimizer(
         {n: t for n, t in tensors.items() if isinstance(t, nn.Parameter)},
         builder,
         mesh.device,
-        offload=max(plans[each].optimizer_offload for each in mesh.stages),
-        always_offloaded={tensors[name] for name in elsewhere if name in tensors},
+        offload=max(plans[each].optimizer_offload for each in mesh.stages) if owns else 0.0,
+        always_offloaded={tensors[name] for name in elsewhere if owns and name in tensors},
         copies=copies,
         open_store=tiers.open_states,
         share=shards(mesh.updates),

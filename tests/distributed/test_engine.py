@@ -214,6 +214,7 @@ class Case:
                 **{"global_batch": 8, "microbatch": 2, "swap_limit": 60000, **self.options},
                 local_steps=self.together.local_steps,
                 local_groups=self.together.local_groups,
+                staleness=self.together.staleness,
             ),
             loss=self.loss,
             steps=STEPS,

@@ -43,10 +43,14 @@ def averaging_parts(
     """Return the seconds per step that averaging the weights of the replicas on ``ranks`` takes inside the nodes, and
     the seconds between the nodes.
 
-    Weights are averaged once per round of local steps, so each number is the seconds of one average divided by the
-    steps of a round; both are 0 without local steps. Each replica of a group all-reduces a part of the weights with its
-    counterparts in the other groups. It then sends the result to the replicas of its own group.
+    For asynchronous replicas, return the part in which the owner of the state receives the gradients of the other
+    replicas and sends them weights, if it exchanges with one after the other.
+
+    Each replica of a group averages a part of the weights with its counterparts in the other groups, which is an
+    all-reduce over one replica of each group, and gives it to its own group.
     """
+    if profile.staleness:
+        return _owner_parts(profile, trained_bytes, ranks, cluster)
     if not profile.local_steps:
         return 0.0, 0.0
     size, first = trained_bytes * profile.synced_bytes, groups_of(profile, ranks)
@@ -54,6 +58,18 @@ def averaging_parts(
     link = link_among(first[0], cluster)
     inside += _half_ring(size, len(first[0]), link)
     return inside / profile.local_steps, across / profile.local_steps
+
+
+def _owner_parts(
+    profile: ModelProfile, trained_bytes: float, ranks: Sequence[int], cluster: Cluster
+) -> tuple[float, float]:
+    size, nodes = trained_bytes * profile.synced_bytes, cluster.node_of
+    away = sum(nodes[rank] != nodes[ranks[0]] for rank in ranks[1:])
+    inside, across = (
+        2 * link.latency_seconds + size / link.bytes_per_second
+        for link in (cluster.local, cluster.remote)
+    )
+    return (len(ranks) - 1 - away) * inside, away * across
 
 
 def all_reduce_seconds(count: float, ranks: Sequence[int], cluster: Cluster) -> float:

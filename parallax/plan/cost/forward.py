@@ -113,6 +113,7 @@ def forward_plan(profile: ModelProfile, cluster: Cluster, plan: Plan) -> Plan:
         gather_loss=False,
         local_steps=0,
         local_groups=0,
+        staleness=0,
         updates=Updates.SYNCHRONOUS,
         alternatives=(),
     )

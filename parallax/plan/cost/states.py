@@ -54,7 +54,8 @@ class StateLoad:
     On the device for a part of the step:
 
     ``staging_bytes``       blocks fetched from the tier
-    ``summing_bytes``       copies of gradients while replicas sum them
+    ``summing_bytes``       copies of gradients while replicas sum them; for asynchronous replicas, the sums of all
+                            updates that may have begun, and the weights that are being sent
     ``most_staging_bytes``  upper bound on ``staging_bytes`` for all stages of a rank together: the largest of any stage
     ``most_summing_bytes``  upper bound on ``summing_bytes`` for all stages of a rank together
 
@@ -208,8 +209,9 @@ def load_states(
         master_bytes=upper - optimizer,
         staging_bytes=visiting + min(lower, fetched),
         most_staging_bytes=window + fetched,
-        summing_bytes=_summing_bytes(profile, sizes, gone, bucket, split=split),
-        most_summing_bytes=math.inf if split else 2 * bucket,
+        summing_bytes=_summing_bytes(profile, sizes, gone, bucket, split=split)
+        + _owner_bytes(profile, sizes, device, replicas),
+        most_summing_bytes=math.inf if split or profile.staleness else 2 * bucket,
         communicator_bytes=_groups(replicas, together, gone) * device.collective_bytes,
         host_bytes=mine + rounding + streamed + gone + pages + passing,
         read_bytes=math.ceil(streamed / visits.micro_batches),
@@ -318,6 +320,15 @@ def _summing_bytes(
     going = min(whole, gone + math.ceil(sizes.block * profile.gradient_bytes)) if gone else 0
     largest = bucket + math.ceil(sizes.parameter * profile.gradient_bytes) if bucket else 0
     return 2 * min(bucket, going) + (2 * min(largest, whole) if split else 0)
+
+
+def _owner_bytes(profile: ModelProfile, sizes: Sizes, device: Device, replicas: int) -> int:
+    """Return the device bytes in which the owner of a state holds sums of gradients, of one update more than the
+    staleness, and a copy of the weights. Accelerators have them in host memory, which is not counted."""
+    if not profile.staleness or replicas == 1 or device.kind != "cpu":
+        return 0
+    copies = (profile.staleness + 1) * profile.gradient_bytes + 1
+    return math.ceil(copies * sizes.trained)
 
 
 def _host_staging_bytes(profile: ModelProfile, sizes: Sizes, moving: float) -> float:

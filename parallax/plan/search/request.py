@@ -221,7 +221,8 @@ class Request:
             return self._on_device
         if parameters == "host":
             return (OffloadFractions(1.0, 1.0),)
-        streamed = PARAMETER_FRACTIONS if parameters == AUTO and optimizer != "device" else ()
+        may = parameters == AUTO and optimizer != "device" and not self.profile.staleness
+        streamed = PARAMETER_FRACTIONS if may else ()
         if optimizer == "host":
             return (OffloadFractions(1.0), *streamed)
         return (*self._on_device, *(OPTIMIZER_FRACTIONS if optimizer == AUTO else ()), *streamed)
@@ -253,8 +254,9 @@ class Request:
 
     @property
     def even(self) -> bool:
-        """Whether every stage must have equally many replicas: replicas that take local steps are whole pipelines."""
-        return self.profile.local_steps > 0
+        """Whether every stage must have equally many replicas: replicas that take local steps or are asynchronous are
+        whole pipelines."""
+        return self.profile.local_steps + self.profile.staleness > 0
 
     def visits(self, shape: Shape) -> Visits:
         """Return how often each block of ``shape`` is visited in a step.

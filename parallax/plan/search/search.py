@@ -417,11 +417,12 @@ def _mean_terms(forecast: Forecast) -> dict[str, float]:
 
 
 def _exchanged_bytes(profile: ModelProfile, pipeline: Pipeline) -> float:
-    if not profile.local_steps:
+    every = 1 if profile.staleness else profile.local_steps
+    if not every:
         return 0.0
     stages = (range(stage.start, stage.stop) for stage in pipeline.stages)
     trained = sum(profile.unique_trained_bytes(blocks) for blocks in stages)
-    return trained * profile.synced_bytes / profile.local_steps
+    return trained * profile.synced_bytes / every
 
 
 def _plan(
@@ -456,6 +457,7 @@ def _plan(
         gather_loss=request.gather_loss,
         local_steps=profile.local_steps,
         local_groups=profile.local_groups,
+        staleness=profile.staleness,
         exchanged_bytes=_exchanged_bytes(profile, pipeline),
         alternatives=tuple(others),
     )

@@ -144,11 +144,8 @@ class Network:
         yield from self._together(ranks, *all_reduce_parts(count, ranks, self._cluster))
 
     def average(self, profile: ModelProfile, ranks: Sequence[int], trained_bytes: int) -> Routine:
-        """Simulate the averaging of weights over the replicas on ``ranks``, with local steps.
-
-        Weights are averaged once per round. So the links are occupied for the seconds of one average divided by the
-        steps of a round.
-        """
+        """Simulate the part of one step in the exchange of weights at the end of a round of local steps, or
+        in the exchanges of asynchronous replicas."""
         parts = averaging_parts(profile, trained_bytes, ranks, self._cluster)
         yield from self._together(ranks, *parts)
 

@@ -391,7 +391,8 @@ class Rank:
                 spreading = partial(network.broadcast, mine, load.trained_bytes)
                 gate = f"spread {stage} {self._group} {action.step}"
                 yield network.meet(gate, len(mine), spreading)
-            if self._world.profile.local_steps and len(ranks) > 1:
-                averaging = partial(network.average, self._world.profile, ranks, load.trained_bytes)
+            profile = self._world.profile
+            if profile.local_steps + profile.staleness and len(ranks) > 1:
+                averaging = partial(network.average, profile, ranks, load.trained_bytes)
                 yield network.meet(f"round {stage} {action.step}", len(ranks), averaging)
         self._seconds["update"] += network.simulator.now - start

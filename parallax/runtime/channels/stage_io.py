@@ -55,7 +55,7 @@ class StageIO:
         self._summed: dict[Edge, frozenset[int]] = {}  # indices of its gradients without rows
         self._sizes: list[int] = []
         self._parts: list[tuple[int, _Part]] = []
-        self._parts_by_size: dict[int, _Part] = {}
+        self._parts_by_size: dict[tuple[int, int | None], _Part] = {}
         for edge in mesh.plan.edges():
             if mesh.plan.is_local(edge):
                 continue
@@ -85,11 +85,13 @@ class StageIO:
             for other in others
         ]
 
-    def begin(self, rows: int, micro_batches: int) -> None:
-        """Start a step over ``rows`` rows, which are divided into ``micro_batches`` micro-batches."""
+    def begin(self, rows: int, micro_batches: int, share: int | None = None) -> None:
+        """Start a step over ``rows`` rows, which are divided into ``micro_batches`` micro-batches. ``share``: the
+        replica whose rows this rank computes, with the ranks of its own replica of the other stages; by default its
+        own."""
         bounds = [micro_batch_rows(rows, micro_batches, micro) for micro in range(micro_batches)]
         self._sizes = [high - low for low, high in bounds]
-        self._parts = [(low, self._part(high - low)) for low, high in bounds]
+        self._parts = [(low, self._part(high - low, share)) for low, high in bounds]
 
     def rows(self, micro: int) -> tuple[int, int]:
         """Return this rank's part of micro-batch ``micro``: the index of its first row in the global batch, and its
@@ -225,18 +227,22 @@ class StageIO:
             return self._summed.get(edge, frozenset())
         return self._rowless[edge]
 
-    def _part(self, size: int) -> _Part:
+    def _part(self, size: int, share: int | None) -> _Part:
         """Return this rank's part of a micro-batch of ``size`` rows. Parts are cached by size, since the micro-batches
         of a step have at most two sizes."""
-        if size not in self._parts_by_size:
+        if (size, share) not in self._parts_by_size:
             count, replica, plan = self._mesh.replica_count, self._mesh.replica, self._mesh.plan
-            start, stop = replica_rows(size, count, replica)
+            start, stop = replica_rows(size, count, replica if share is None else share)
             others = {_other_end(edge, stage) for (_, stage), edge in self._edges.items()}
+            own: Shares = [(replica, (0, stop - start))] if stop > start else []
             shares = {
-                other: peers(size, count, replica, plan.stages[other].replicas) for other in others
+                other: own
+                if share is not None
+                else peers(size, count, replica, plan.stages[other].replicas)
+                for other in others
             }
-            self._parts_by_size[size] = _Part(start, stop - start, shares)
-        return self._parts_by_size[size]
+            self._parts_by_size[size, share] = _Part(start, stop - start, shares)
+        return self._parts_by_size[size, share]
 
 
 def _other_end(edge: Edge, stage: int) -> int:

@@ -12,7 +12,7 @@ from parallax.plan.plan import Plan
 from parallax.runtime.replicas.compress import COMPRESSIONS, SHORT
 from parallax.swap.optimizer.outer import OuterRule
 
-SYNCHRONOUS, LOCAL = "synchronous", "local"
+SYNCHRONOUS, LOCAL, ASYNCHRONOUS = "synchronous", "local", "asynchronous"
 _OF_LOCAL = "sync_every", "groups", "outer_lr", "outer_momentum", "outer_compress"
 
 
@@ -21,7 +21,11 @@ class ReplicasConfig:
     """``mode``: what the replicas of a stage exchange. With synchronous, they sum their gradients in every step, which
     is exact. With local, each replica takes the steps of a round alone, with its own rows; at the end of the round, all
     replicas take the mean of their weights (local SGD), or an outer optimizer steps their weights by the mean change
-    (DiLoCo). This sends fewer bytes over slow links, and gives another loss. ``sync_every``: the number of steps in a
+    (DiLoCo). This sends fewer bytes over slow links, and gives another loss. With asynchronous, replicas do not wait
+    for each other: each sends its gradients to the first replica, which has the weights and the optimizer states, and
+    takes the newest weights from it. A slow replica then costs only its own part of the speed; this gives another loss,
+    and a run is not reproducible. ``staleness``: the most updates between the weights that an asynchronous replica
+    computes a gradient with, and the update that uses it; 0 is synchronous. ``sync_every``: the number of steps in a
     round. ``groups``: the number of groups of replicas that step together, such as those of one host: the replicas of a
     group sum their gradients in every step. With auto, each replica steps alone. ``outer_lr``, ``outer_momentum``: the
     learning rate and the Nesterov momentum of the outer optimizer, which is SGD. With 1 and 0, all replicas take the
@@ -42,6 +46,7 @@ class ReplicasConfig:
     """
 
     mode: str = SYNCHRONOUS
+    staleness: int = 0
     sync_every: int = 50
     groups: int | str = AUTO
     outer_lr: float = 1.0
@@ -52,7 +57,8 @@ class ReplicasConfig:
     batchnorm: str = "replica"
 
     def __post_init__(self) -> None:
-        check_choice("replicas.mode", self.mode, [SYNCHRONOUS, LOCAL])
+        check_choice("replicas.mode", self.mode, [SYNCHRONOUS, LOCAL, ASYNCHRONOUS])
+        check_positive("replicas.staleness", self.staleness, zero=True)
         check_positive("replicas.sync_every", self.sync_every)
         check_count("replicas.groups", self.groups)
         check_positive("replicas.outer_lr", self.outer_lr)
@@ -68,6 +74,13 @@ class ReplicasConfig:
 
     def _check_mode(self) -> None:
         """Raise :class:`ConfigError` if settings contradict ``mode``."""
+        if self.staleness and self.mode != ASYNCHRONOUS:
+            raise ConfigError(
+                f"replicas.staleness={self.staleness}: with replicas.mode={self.mode}, weights are never stale; add "
+                "replicas.mode=asynchronous"
+            )
+        if self.asynchronous:
+            self._check_asynchronous()
         if self.mode == LOCAL:
             if self.compress != "none":
                 raise ConfigError(
@@ -83,12 +96,38 @@ class ReplicasConfig:
         changed = [key for key in _OF_LOCAL if getattr(self, key) != getattr(ReplicasConfig, key)]
         if changed:
             raise ConfigError(
-                f"replicas.{changed[0]}={getattr(self, changed[0])}: replicas.mode={self.mode} sums gradients in every "
-                "step; add replicas.mode=local"
+                f"replicas.{changed[0]}={getattr(self, changed[0])}: replicas.mode={self.mode} takes no local steps; "
+                "add replicas.mode=local"
             )
 
-    def check_beside(self, *, gather_loss: bool, averages: bool, delays: bool) -> None:
+    def _check_asynchronous(self) -> None:
+        if self.compress != "none":
+            raise ConfigError(
+                f"replicas.compress={self.compress}: asynchronous replicas send whole gradients; use "
+                "replicas.compress=none, or replicas.mode=synchronous"
+            )
+        if self.batchnorm == "sync":
+            raise ConfigError(
+                "replicas.batchnorm=sync: asynchronous replicas do not wait for the rows of others; use "
+                "replicas.batchnorm=replica, or replicas.mode=synchronous"
+            )
+
+    def check_beside(
+        self, *, gather_loss: bool, averages: bool, delays: bool, scales: bool = False
+    ) -> None:
         """Raise :class:`ConfigError` for other settings that need the same weights on all replicas in every step."""
+        found = {
+            "trainer.gather_loss=true": (gather_loss, "trainer.gather_loss=false"),
+            "trainer.updates=delayed": (delays, "trainer.updates=synchronous"),
+            "ema": (averages, "ema=off"),
+            "a scaled loss": (scales, "precision=bf16 precision.loss_scale=auto"),
+        }
+        for what, (is_set, remedy) in found.items() if self.asynchronous else ():
+            if is_set:
+                raise ConfigError(
+                    f"{what}: asynchronous replicas compute with weights of different versions, and cannot run with "
+                    f"it; use {remedy}, or replicas.mode=synchronous"
+                )
         if self.mode == LOCAL and gather_loss:
             raise ConfigError(
                 "trainer.gather_loss=true: the rows of all replicas have one loss, and with replicas.mode=local each "
@@ -114,6 +153,11 @@ class ReplicasConfig:
         return OuterRule(self.outer_lr, self.outer_momentum, self.outer_compress != "none")
 
     @property
+    def asynchronous(self) -> bool:
+        """Whether replicas do not wait for each other. With a staleness of 0 they are synchronous."""
+        return self.mode == ASYNCHRONOUS and self.staleness > 0
+
+    @property
     def local_steps(self) -> int:
         """The local steps of a round; 0 if replicas sum gradients in every step."""
         return self.sync_every if self.mode == LOCAL else 0
@@ -131,10 +175,20 @@ class ReplicasConfig:
     def check_requested(self, plan: PlanConfig) -> None:
         """Run :meth:`check` before planning, as far as the planner's settings already determine the plan."""
         counts = plan.replicas if isinstance(plan.replicas, list | tuple) else [plan.replicas]
-        if self.mode == LOCAL and len(set(counts)) > 1:
+        if self.asynchronous and plan.parameters == "host":
             raise ConfigError(
-                f"plan.replicas={list(counts)}: local steps need equally many replicas of every stage; use "
-                f"plan.replicas={max(1, sum(map(int, counts)) // len(counts))}, or plan.replicas=auto"
+                "plan.parameters=host: asynchronous replicas exchange parameters that are on the device; use "
+                "plan.parameters=device, or replicas.mode=synchronous"
+            )
+        if (self.mode == LOCAL or self.asynchronous) and len(set(counts)) > 1:
+            raise ConfigError(
+                f"plan.replicas={list(counts)}: replicas.mode={self.mode} needs equally many replicas of every stage; "
+                f"use plan.replicas={max(1, sum(map(int, counts)) // len(counts))}, or plan.replicas=auto"
+            )
+        if self.asynchronous and plan.shard == "optimizer":
+            raise ConfigError(
+                "plan.shard=optimizer: the first of asynchronous replicas has all optimizer states; use "
+                "plan.shard=none, or replicas.mode=synchronous"
             )
         if self.mode == LOCAL and plan.shard == "optimizer" and not self.local_groups:
             raise ConfigError(
@@ -167,6 +221,11 @@ class ReplicasConfig:
             raise PlanError(
                 f"the plan is for {_rounds(planned, plan.local_groups)}, and replicas.mode={self.mode} is for "
                 f"{_rounds(wanted, self.local_groups)}: plan again with these settings"
+            )
+        if plan.staleness != (self.staleness if self.asynchronous else 0):
+            raise PlanError(
+                f"the plan is for replicas with a staleness of {plan.staleness}, and replicas.mode={self.mode} "
+                f"replicas.staleness={self.staleness} is another one: plan again with these settings"
             )
         if self.compress != "powersgd" or most == 1:
             return

@@ -378,11 +378,11 @@ def sync_for(
         }
         sync = NoSync(final, reduced)
     following: list[SyncStep] = [*_streamed_sum(stage, mesh, config, alone=not resident)]
-    # With local steps, statistics are averaged at the end of a round.
-    if stage.norms.statistics_differ and not mesh.plan.local_steps:
+    # With local steps, statistics are averaged at the end of a round; of asynchronous replicas, where they meet.
+    if stage.norms.statistics_differ and not (mesh.plan.local_steps or mesh.asynchronous):
         following.append(StatisticsAverage(stage.norms))
     if shared:
-        following.append(SharedSum(shared, gives=mesh.member == 0))
+        following.append(SharedSum(shared, gives=mesh.member == 0 or mesh.asynchronous))
     return ChainedSync(sync, following) if following else sync
 
 

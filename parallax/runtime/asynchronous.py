@@ -1,0 +1,210 @@
+"""Steps of asynchronous replicas (:mod:`parallax.runtime.replicas.asynchronous`) between two meetings of all ranks.
+
+Evaluations and checkpoints need equal weights on all ranks. So ranks train asynchronously for an interval of updates,
+and meet at its end: no more shares are handed out, and every replica takes the weights after the last update.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallax.common.events import Span
+from parallax.errors import NonFiniteError
+from parallax.mesh import Mesh
+from parallax.runtime.batch import Rows
+from parallax.runtime.meters.step import StepResult
+from parallax.runtime.optim.optimizer import StageOptimizer
+from parallax.runtime.optim.scaling import LossScale
+from parallax.runtime.replicas.asynchronous import (
+    Exchange,
+    Gradients,
+    StateClient,
+    StateOwner,
+    Use,
+)
+from parallax.runtime.stage import Stage
+from parallax.runtime.update import Update
+from parallax.swap.statistics import SwapStatistics
+
+Compute = Callable[[Rows, int, int], tuple[float, list[Span]]]
+"""From a batch, its update and the index of a share to this rank's part of the loss, and spans. Leaves the gradients of
+the share in the parameters."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The updates between two meetings of all ranks: those up to update ``stop`` − 1.
+
+    ``fetch()`` returns the batch of the next update, for each update after the first; None after the last row.
+    ``ends()`` returns whether this rank asks for an early meeting. ``report(step, figures)`` is called on the owner of
+    the first stage after each update, with the number of completed updates, while other ranks go on.
+    """
+
+    stop: int
+    fetch: Callable[[], Rows | None]
+    ends: Callable[[], bool]
+    report: Callable[[int, StepResult], None]
+
+    @classmethod
+    def of_one_step(cls, step: int) -> Interval:
+        """Return the interval of the update ``step`` alone."""
+        return cls(step + 1, lambda: None, lambda: False, lambda step, result: None)
+
+
+@dataclass
+class UpdateFigures:
+    """The figures of one update. ``spans``: those of this rank's shares of the update."""
+
+    loss: float
+    norm: float
+    rate: float
+    skipped: int
+    trouble: str = ""
+    refusal: str = ""
+    spans: list[Span] = field(default_factory=list)
+
+    def result(self, **figures: Any) -> StepResult:
+        return StepResult(
+            loss=self.loss,
+            gradient_norm=self.norm,
+            skipped_steps=self.skipped,
+            trouble=self.trouble,
+            learning_rate=self.rate,
+            spans=self.spans,
+            **figures,
+        )
+
+
+class AsynchronousSteps:
+    """The steps of one rank. ``update`` makes the updates of its stage if the rank is an owner. ``staleness`` counts
+    the gradients of all stages by the updates between their weights and their use; ``uses`` are the uses of this rank
+    in the last interval."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        staleness: int,
+        stage: Stage,
+        optimizer: StageOptimizer,
+        update: Update,
+        scale: LossScale,
+    ) -> None:
+        self._mesh, self._optimizer, self._update, self._scale = mesh, optimizer, update, scale
+        tensors = dict.fromkeys(stage.named_tensors().values())
+        self._parameters = [p for p in tensors if isinstance(p, nn.Parameter) and p.requires_grad]
+        self._used = [False] * len(self._parameters)
+        self._exchange: Exchange = (
+            StateOwner(mesh, staleness, self._parameters, self._apply)
+            if mesh.owns_state
+            else StateClient(mesh, self._parameters)
+        )
+        self._interval = Interval.of_one_step(0)
+        self._began = 0.0
+        self._done: list[UpdateFigures] = []
+        self.uses: list[Use] = []
+        self.staleness: dict[int, int] = {}
+
+    def train(
+        self, start: int, batch: Rows, interval: Interval, compute: Compute
+    ) -> list[UpdateFigures]:
+        """Make the updates of ``interval``, the first with the index ``start`` and the rows ``batch``. Return their
+        figures, which are equal on all ranks except for the spans. All ranks call this method.
+
+        Raises :class:`NonFiniteError` on all ranks for an update that is not finite and may not be skipped.
+        """
+        self._interval, self._began, self._done = interval, time.perf_counter(), []
+        batches = _Batches(start, batch, interval.fetch)
+        spans: dict[int, list[Span]] = {}
+        exchange = self._exchange
+        exchange.begin(start, interval.stop)
+        while (share := exchange.next_share(ends=interval.ends())) is not None:
+            rows = batches.of(share.update)
+            if rows is None:
+                exchange.end_rows(share)
+                continue
+            loss, found = compute(rows, *share)
+            exchange.give(share, loss)
+            spans.setdefault(share.update, []).extend(found)
+        self.uses = exchange.end()
+        done = self._meet()
+        batches.of(start + len(done) - 1)  # the same place in the data on all ranks
+        for index, each in enumerate(done):
+            each.spans = spans.get(start + index, [])
+            if each.refusal:
+                raise NonFiniteError(f"step {start + index}: {each.refusal}: {each.trouble}")
+        return done
+
+    def _meet(self) -> list[UpdateFigures]:
+        """Exchange the figures of all ranks, and count the staleness. Return the figures of the updates."""
+        counts = Counter(use.staleness for use in self.uses)
+        mine = self._done, self._scale.state(), [*counts.items()]
+        found = self._mesh.all_gather_object(mine)
+        done, scale, _ = found[self._mesh.plan.ranks(0)[0]]
+        if not self._mesh.owns_state:
+            self._scale.load_state(scale)
+        for _, _, pairs in found:
+            for staleness, count in pairs:
+                self.staleness[staleness] = self.staleness.get(staleness, 0) + count
+        return list(done)
+
+    def _apply(self, update: int, gradients: Gradients, loss: float) -> bool:
+        optimizer = self._optimizer
+        optimizer.finish()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            self._set_gradients(gradients)
+        for parameter in self._parameters:
+            optimizer.reduced(parameter)
+        self._update.run(update, torch.tensor(loss, dtype=torch.float64))
+        optimizer.finish()
+        done, verdict = self._update, self._update.verdict
+        text = f"{verdict.what}: {verdict.why}" if verdict.why else ""
+        self._done.append(
+            UpdateFigures(
+                done.loss,
+                done.norm,
+                done.rate,
+                self._scale.skipped,
+                verdict.why if verdict.refusal else text,
+                verdict.refusal,
+            )
+        )
+        if self._mesh.pipeline_rank == 0 and not verdict.refusal:
+            mean = (time.perf_counter() - self._began) / len(self._done)
+            figures = self._done[-1].result(seconds=mean, peak_bytes=0, swap=SwapStatistics())
+            self._interval.report(update + 1, figures)
+        return not verdict.refusal
+
+    def _set_gradients(self, gradients: Gradients) -> None:
+        """Set the gradients of an update. A parameter that no share has ever used must have none, because weight decay
+        would change it even with a gradient of zero."""
+        for index, (parameter, gradient) in enumerate(zip(self._parameters, gradients)):
+            self._used[index] |= gradient is not None
+            if not self._used[index]:
+                parameter.grad = None
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if gradient is not None:
+                parameter.grad.copy_(gradient)
+
+
+class _Batches:
+    """The batches of an interval. All ranks fetch the same, in the same order."""
+
+    def __init__(self, start: int, first: Rows, fetch: Callable[[], Rows | None]) -> None:
+        self._place, self._fetch = start, fetch
+        self._last: Rows | None = first
+
+    def of(self, update: int) -> Rows | None:
+        """Return the batch of ``update``, which is not before that of the last call; None if the rows have ended."""
+        while self._last is not None and self._place < update:
+            self._last, self._place = self._fetch(), self._place + 1
+        return self._last

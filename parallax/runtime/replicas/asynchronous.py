@@ -1,0 +1,421 @@
+"""Asynchronous replicas: whole pipelines that train on one state of each stage, without waiting for each other.
+
+Replicas that sum gradients in every step are as fast as the slowest of them. Here each stage has one state, weights and
+optimizer states, on its owner, which is the stage's rank in replica 0. The rows of each update are divided into one
+share for each replica, as in synchronous training, but shares are handed out in order to the replica that asks next. So
+a fast replica computes more of them::
+
+    replica 0 (owner)   share 0 ─────┐ update 0  share 3 ─────┐ update 1  share 5 ...
+                              weights│ ^ gradients            │ ^
+    replica 1 (fast)    share 1 ─┐ share 2 ─┐ share 4 ─┐ ...
+                                 └──────────┴──────────┴─ gradients to the owner, newest weights back
+
+Update n uses the gradients of its own shares alone, summed, so an update is always one global batch, with the learning
+rate of its step. A share of update n is computed with weights that have version n − s or later, where version v is the
+state after v updates and s is the staleness. This bounds the staleness of each gradient, and how far a replica is ahead
+of the slowest one, as in stale synchronous parallel training (Ho et al. 2013). Gradients that arrive early are added to
+the sum of their update, which waits for the missing shares.
+
+The owner's main thread computes shares too. Between two of them it makes the updates whose shares are complete. It has
+a thread for each other replica, which receives gradients and sends weights.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallax.mesh import Mesh
+
+_ASK, _GRADIENT, _ROWS_END = range(3)  # kinds of messages to the owner
+_END, _WAIT = -1, -2  # in place of the number of a share
+_POLL_SECONDS = 1.0
+Gradients = Sequence[Tensor | None]
+
+
+class Share(NamedTuple):
+    """The rows of the batch of ``update`` that replica ``part`` computes in synchronous training."""
+
+    update: int
+    part: int
+
+
+class Use(NamedTuple):
+    """The use of a gradient: it is of ``share``, computed by ``replica`` with weights of ``version``."""
+
+    share: Share
+    replica: int
+    version: int
+
+    @property
+    def staleness(self) -> int:
+        """The updates between the weights of the gradient and the update that uses it."""
+        return self.share.update - self.version
+
+
+class Exchange(Protocol):
+    """One rank's part in the exchange of gradients and weights, between two meetings of all ranks."""
+
+    def begin(self, start: int, stop: int) -> None:
+        """Begin the updates from ``start`` to ``stop`` − 1. All ranks have the same weights."""
+
+    def next_share(self, *, ends: bool) -> Share | None:
+        """Return the share that this rank computes next, with weights set for it; None after the last update. ``ends``:
+        whether this rank wants no more updates to begin. All ranks of a replica call this method."""
+
+    def give(self, share: Share, loss: float) -> None:
+        """Give the gradients of ``share`` to the owner of the stage, with this rank's part of the loss."""
+
+    def end_rows(self, share: Share) -> None:
+        """Announce that the data has no rows for ``share``, so that its update and later ones do not happen."""
+
+    def end(self) -> list[Use]:
+        """End the interval after the last update, with equal weights on all ranks. Return the uses of gradients on this
+        rank, if it is an owner."""
+
+
+@dataclass
+class _Sum:
+    """The gradients of one update. ``parts``: the sum for each parameter; None without a gradient."""
+
+    parts: list[Tensor | None]
+    loss: float = 0.0
+    shares: int = 0
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Add ``gradient``, which the caller does not use any more, to the sum of parameter ``index``."""
+        known = self.parts[index]
+        self.parts[index] = gradient if known is None else known.add_(gradient)
+
+
+class StateOwner:
+    """The :class:`Exchange` of a rank of replica 0, which has the state of its stage.
+
+    ``parameters`` are the trained parameters. ``apply(update, gradients, loss)`` makes an update with the summed
+    gradient of each parameter, which is None if no share has one. It returns False if the run must end without this
+    update. The owners of all stages call it together.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        staleness: int,
+        parameters: Sequence[nn.Parameter],
+        apply: Callable[[int, Gradients, float], bool],
+    ) -> None:
+        self._mesh, self._staleness, self._apply = mesh, staleness, apply
+        self._parameters, self._links = parameters, _Links(mesh, parameters)
+        self._leads, self._replicas = mesh.pipeline_rank == 0, mesh.replica_count
+        self._changed = threading.Condition()
+        self._begin(0, 0)
+
+    def _begin(self, start: int, stop: int) -> None:
+        self._start = self._version = start
+        self._limit = stop
+        self._handed = start * self._replicas  # the number of the next share
+        self._mine: int | None = None  # the share that this rank computes next
+        self._sums: dict[int, _Sum] = {}
+        self._uses: list[Use] = []
+        self._refused = False
+        self._error: BaseException | None = None
+        self._snapshot: list[Tensor] = []
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, start: int, stop: int) -> None:
+        self._begin(start, stop)
+        for replica in range(1, self._replicas):
+            name = f"replica-{replica}"
+            thread = threading.Thread(target=self._serve, args=(replica,), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def next_share(self, *, ends: bool) -> Share | None:
+        if self._links.any_of_pipeline(ends) and self._leads:
+            self._end_soon()
+        while not self._refused:
+            number, version = self._links.agreed(self._decide() if self._leads else (0, 0))
+            self._update_to(version)
+            if number == _END:
+                return None
+            if number != _WAIT and not self._refused:
+                return Share(*divmod(number, self._replicas))
+        return None
+
+    def give(self, share: Share, loss: float) -> None:
+        given = {
+            index: parameter.grad.detach().to("cpu", copy=True)
+            for index, parameter in enumerate(self._parameters)
+            if parameter.grad is not None
+        }
+        self._add(Use(share, 0, self._version), loss, given)
+
+    def end_rows(self, share: Share) -> None:
+        with self._changed:
+            self._limit = min(self._limit, share.update)
+            self._changed.notify_all()
+
+    def end(self) -> list[Use]:
+        for thread in self._threads:
+            thread.join()
+        self._check()
+        self._sums, self._snapshot = {}, []
+        return [use for use in self._uses if use.share.update < self._version]
+
+    # ---- the main thread
+
+    def _decide(self) -> tuple[int, int]:
+        """Wait until this rank has work. Return the number of its next share, or that there is none or none yet, and
+        the version that the owners of all stages update to before."""
+        with self._changed:
+            if self._mine is None:
+                self._mine = self._hand_out()
+            self._wait_for(lambda: self._complete > self._version or self._can_begin(self._mine))
+            version, number = self._complete, self._mine
+            if not self._can_begin(number, version):
+                return _WAIT, version
+            self._mine = None
+            assert number is not None
+            return number, version
+
+    def _can_begin(self, number: int | None, version: int | None = None) -> bool:
+        version = self._version if version is None else version
+        if number is None or number == _END:
+            return version >= self._limit
+        return number // self._replicas - version <= self._staleness
+
+    @property
+    def _complete(self) -> int:
+        """The version after all updates whose shares have arrived."""
+        version = self._version
+        while version in self._sums and self._sums[version].shares == self._replicas:
+            version += 1
+        return version
+
+    def _update_to(self, version: int) -> None:
+        """Make the updates before ``version``. A stage whose gradients arrive later waits for them."""
+        with self._changed:
+            self._wait_for(lambda: self._complete >= version)
+            while self._version < version and not self._refused:
+                found = self._sums.pop(self._version)
+                self._snapshot = []
+                self._refused = not self._apply(self._version, found.parts, found.loss)
+                self._version += not self._refused
+                self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    # ---- all threads
+
+    def _wait_for(self, holds: Callable[[], bool]) -> None:
+        """Wait until ``holds()``, with the lock. Raise the error of a thread."""
+        while self._error is None and not holds():
+            self._changed.wait(_POLL_SECONDS)  # regular signs of life for the watch
+        self._check()
+
+    def _hand_out(self) -> int:
+        """Return the number of the next share, or that there is none."""
+        if self._handed >= self._limit * self._replicas:
+            return _END
+        self._handed += 1
+        return self._handed - 1
+
+    def _end_soon(self) -> None:
+        """Begin no more updates than those that have begun."""
+        with self._changed:
+            begun = max(self._start + 1, -(-self._handed // self._replicas))
+            self._limit = min(self._limit, begun)
+            self._changed.notify_all()
+
+    def _add(self, use: Use, loss: float, given: dict[int, Tensor]) -> None:
+        with self._changed, torch.no_grad():
+            found = self._sums.setdefault(use.share.update, _Sum([None] * len(self._parameters)))
+            for index, gradient in given.items():
+                found.add(index, gradient)
+            found.loss += loss
+            found.shares += 1
+            self._uses.append(use)
+            self._changed.notify_all()
+
+    # ---- one thread for each other replica
+
+    def _serve(self, replica: int) -> None:
+        """Answer the messages of ``replica`` until it has the weights after the last update."""
+        try:
+            while self._answer(replica):
+                pass
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _answer(self, replica: int) -> bool:
+        kind, number, version, loss, ends, *present = self._links.receive_header(replica)
+        share = Share(*divmod(int(number), self._replicas))
+        if kind == _ROWS_END:
+            self.end_rows(share)
+        elif kind == _GRADIENT:
+            given = self._links.receive_gradients(replica, present)
+            self._add(Use(share, replica, int(version)), loss, given)
+        else:
+            if ends:
+                self._end_soon()
+            return self._send_weights(replica, int(number), int(version))
+        return True
+
+    def _send_weights(self, replica: int, number: int, least: int) -> bool:
+        """Send weights of version ``least`` or later, and the number of the share that ``replica`` computes with them.
+        The owner of the first stage chooses both."""
+        with self._changed:
+            if self._leads:
+                number = self._hand_out()
+                least = number // self._replicas - self._staleness
+            self._wait_for(lambda: self._refused or self._may_send(number, least))
+            if self._leads and self._refused:
+                number = _END
+            if not self._snapshot:
+                self._snapshot = [p.detach().to("cpu", copy=True) for p in self._parameters]
+            version, weights = self._version, self._snapshot
+        self._links.send_weights(replica, number, version, weights)
+        return number != _END
+
+    def _may_send(self, number: int, least: int) -> bool:
+        final = self._leads and number == _END
+        return self._version >= (self._limit if final else least)
+
+
+class StateClient:
+    """The :class:`Exchange` of a rank of another replica, whose weights are copies of the owner's."""
+
+    def __init__(self, mesh: Mesh, parameters: Sequence[nn.Parameter]) -> None:
+        self._links, self._parameters = _Links(mesh, parameters), parameters
+        self._leads, self._replicas = mesh.pipeline_rank == 0, mesh.replica_count
+        self._version = 0
+
+    def begin(self, start: int, stop: int) -> None:
+        del start, stop
+
+    def next_share(self, *, ends: bool) -> Share | None:
+        ends = self._links.any_of_pipeline(ends)
+        if self._leads:
+            self._links.send_header(_ASK, ends=ends)
+            number, self._version = self._links.receive_weights()
+            self._links.agreed((number, self._version))
+        else:
+            number, version = self._links.agreed((0, 0))
+            self._links.send_header(_ASK, number, version)
+            _, self._version = self._links.receive_weights()
+        return None if number == _END else Share(*divmod(number, self._replicas))
+
+    def give(self, share: Share, loss: float) -> None:
+        given = [parameter.grad for parameter in self._parameters]
+        present = [gradient is not None for gradient in given]
+        self._links.send_header(
+            _GRADIENT, self._number(share), self._version, loss, present=present
+        )
+        self._links.send_gradients([gradient for gradient in given if gradient is not None])
+
+    def end_rows(self, share: Share) -> None:
+        if self._leads:
+            self._links.send_header(_ROWS_END, self._number(share))
+
+    def end(self) -> list[Use]:
+        return []
+
+    def _number(self, share: Share) -> int:
+        return share.update * self._replicas + share.part
+
+
+class _Links:
+    """Messages between the owner of a stage and the stage's other replicas, and between the ranks of one replica."""
+
+    def __init__(self, mesh: Mesh, parameters: Sequence[nn.Parameter]) -> None:
+        self._group, self._pipeline = mesh.outer_host, mesh.pipeline
+        self._parameters = parameters
+
+    # ---- in the pipeline of one replica
+
+    def any_of_pipeline(self, flag: bool) -> bool:
+        """Return whether ``flag`` is set on any rank of this replica."""
+        if self._pipeline is None:
+            return flag
+        found = torch.tensor([flag], dtype=torch.int64)
+        dist.all_reduce(found, group=self._pipeline)
+        return bool(found.item())
+
+    def agreed(self, numbers: tuple[int, int]) -> tuple[int, int]:
+        """Return the ``numbers`` of the first stage's rank."""
+        if self._pipeline is None:
+            return numbers
+        found = torch.tensor(numbers, dtype=torch.int64)
+        dist.broadcast(found, group=self._pipeline, group_src=0)
+        first, second = found.tolist()
+        return first, second
+
+    # ---- from other replicas to the owner
+
+    def send_header(
+        self,
+        kind: int,
+        number: int = 0,
+        version: int = 0,
+        loss: float = 0.0,
+        *,
+        ends: bool = False,
+        present: Sequence[bool] = (),
+    ) -> None:
+        header = torch.zeros(5 + len(self._parameters), dtype=torch.float64)
+        values = [kind, number, version, loss, ends, *present]
+        header[: len(values)] = torch.tensor(values, dtype=torch.float64)
+        self._send(header, 0)
+
+    def receive_header(self, replica: int) -> list[float]:
+        header = torch.empty(5 + len(self._parameters), dtype=torch.float64)
+        self._receive(header, replica)
+        return header.tolist()
+
+    def send_gradients(self, gradients: Sequence[Tensor]) -> None:
+        for gradient in gradients:
+            self._send(gradient.detach().cpu().contiguous(), 0)
+
+    def receive_gradients(self, replica: int, present: Sequence[float]) -> dict[int, Tensor]:
+        found = {}
+        for index, (parameter, is_present) in enumerate(zip(self._parameters, present)):
+            if is_present:
+                found[index] = torch.empty(parameter.shape, dtype=parameter.dtype)
+                self._receive(found[index], replica)
+        return found
+
+    # ---- from the owner to another replica
+
+    def send_weights(
+        self, replica: int, number: int, version: int, weights: Sequence[Tensor]
+    ) -> None:
+        self._send(torch.tensor([number, version]), replica)
+        for tensor in weights:
+            self._send(tensor.contiguous(), replica)
+
+    def receive_weights(self) -> tuple[int, int]:
+        """Set the parameters to the weights that the owner sends. Return the two numbers before them."""
+        header = torch.empty(2, dtype=torch.int64)
+        self._receive(header, 0)
+        with torch.no_grad():
+            for parameter in self._parameters:
+                found = torch.empty(parameter.shape, dtype=parameter.dtype)
+                self._receive(found, 0)
+                parameter.copy_(found)
+        number, version = header.tolist()
+        return number, version
+
+    def _send(self, tensor: Tensor, replica: int) -> None:
+        dist.send(tensor, group=self._group, group_dst=replica)
+
+    def _receive(self, tensor: Tensor, replica: int) -> None:
+        dist.recv(tensor, group=self._group, group_src=replica)
