@@ -540,9 +540,11 @@ class Plan(Pipeline):
         if self.task.trains:
             del data["task"]
         if not self.local_steps:
-            del data["local_steps"], data["local_groups"], data["exchanged_bytes"]
+            del data["local_steps"], data["local_groups"]
         if not self.staleness:
             del data["staleness"]
+        if not self.local_steps + self.staleness:
+            del data["exchanged_bytes"]
         if not self.updates.delays:
             del data["updates"]
         for rank in data["prediction"]["ranks"]:

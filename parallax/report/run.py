@@ -88,7 +88,7 @@ def _outcome(summary: Mapping[str, Any]) -> str:
     return (
         f"{_cell(steps, '{}')} steps{since}{ended}: loss {first} to {last}, "
         f"validation {validation}{baseline}{_metrics(summary)}, "
-        f"{_speed(summary)}{_exchanged(summary)}{again if restarts else ''}"
+        f"{_speed(summary)}{_exchanged(summary)}{_staleness(summary)}{again if restarts else ''}"
     )
 
 
@@ -111,11 +111,21 @@ def _speed(summary: Mapping[str, Any]) -> str:
 
 
 def _exchanged(summary: Mapping[str, Any]) -> str:
-    """Return how many bytes of weights a rank has exchanged with its replicas, as text; empty without local steps."""
+    """Return how many bytes a rank has exchanged with its replicas, as text; empty if they sum gradients in every
+    step."""
     size, now = summary.get("synced_bytes"), summary.get("steps_of_start")
     if not size or not now:
         return ""
-    return f", {format_bytes(round(size / now))} of weights exchanged per step"
+    what = "gradients and weights" if summary.get("staleness") else "weights"
+    return f", {format_bytes(round(size / now))} of {what} exchanged per step"
+
+
+def _staleness(summary: Mapping[str, Any]) -> str:
+    """Return how many updates old the weights of gradients were, as text; empty if replicas are not asynchronous."""
+    counts = {int(updates): count for updates, count in (summary.get("staleness") or {}).items()}
+    total = sum(counts.values())
+    found = (f"{updates}: {counts[updates] / total:.1%}" for updates in sorted(counts))
+    return f", gradients by staleness {', '.join(found)}" if total else ""
 
 
 def _cell(value: Any, form: str) -> str:

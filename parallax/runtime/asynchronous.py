@@ -83,25 +83,27 @@ class UpdateFigures:
 
 
 class AsynchronousSteps:
-    """The steps of one rank. ``update`` makes the updates of its stage if the rank is an owner. ``staleness`` counts
-    the gradients of all stages by the updates between their weights and their use; ``uses`` are the uses of this rank
-    in the last interval."""
+    """The steps of one rank. ``update`` makes the updates of its stage if the rank is an owner. ``peak_bytes()`` is the
+    peak of its device memory. ``staleness`` counts the gradients of all stages by the updates between their weights and
+    their use; ``uses`` are the uses of this rank in the last interval. Both stay empty if replicas are not
+    asynchronous."""
 
     def __init__(
         self,
         mesh: Mesh,
-        staleness: int,
         stage: Stage,
         optimizer: StageOptimizer,
         update: Update,
         scale: LossScale,
+        peak_bytes: Callable[[], int],
     ) -> None:
         self._mesh, self._optimizer, self._update, self._scale = mesh, optimizer, update, scale
+        self._peak_bytes = peak_bytes
         tensors = dict.fromkeys(stage.named_tensors().values())
         self._parameters = [p for p in tensors if isinstance(p, nn.Parameter) and p.requires_grad]
         self._used = [False] * len(self._parameters)
         self._exchange: Exchange = (
-            StateOwner(mesh, staleness, self._parameters, self._apply)
+            StateOwner(mesh, mesh.plan.staleness, self._parameters, self._apply)
             if mesh.owns_state
             else StateClient(mesh, self._parameters)
         )
@@ -110,6 +112,11 @@ class AsynchronousSteps:
         self._done: list[UpdateFigures] = []
         self.uses: list[Use] = []
         self.staleness: dict[int, int] = {}
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of gradients or weights that this rank has sent."""
+        return self._exchange.sent_bytes
 
     def train(
         self, start: int, batch: Rows, interval: Interval, compute: Compute
@@ -178,7 +185,9 @@ class AsynchronousSteps:
         )
         if self._mesh.pipeline_rank == 0 and not verdict.refusal:
             mean = (time.perf_counter() - self._began) / len(self._done)
-            figures = self._done[-1].result(seconds=mean, peak_bytes=0, swap=SwapStatistics())
+            figures = self._done[-1].result(
+                seconds=mean, peak_bytes=self._peak_bytes(), swap=SwapStatistics()
+            )
             self._interval.report(update + 1, figures)
         return not verdict.refusal
 

@@ -109,15 +109,13 @@ class Engine:
         self._evaluation = Evaluation(loss, chain, configs.stage.precision, self.metrics)
         self._update = self._open_update(configs, builder, later)
         self._buffers = KeptBuffers(self._stage.modules())
-        self._shares = None
-        if mesh.asynchronous:
-            self._shares = AsynchronousSteps(
-                mesh, plan.staleness, self._stage, self._optimizer, self._update, self._scale
-            )
         training = TrainingParts(self._sync, self._update, swap, self._stalls())
         of_step = step_loss(self._evaluation, chain, mesh)
         self._forward = ForwardEngine(chain, plan, mesh, built, of_step, training)
         self._evaluator = Evaluator(self._forward, chain, loss, self._evaluation, self._update.rows)
+        self._shares = AsynchronousSteps(
+            mesh, self._stage, self._optimizer, self._update, self._scale, self._forward.peak_bytes
+        )
         self._step = 0
 
     def _open_update(
@@ -287,12 +285,13 @@ class Engine:
     def staleness(self) -> dict[int, int]:
         """How many gradients of asynchronous replicas had each staleness since the engine was built. Equal on all
         ranks; empty if replicas are not asynchronous."""
-        return {} if self._shares is None else self._shares.staleness
+        return self._shares.staleness
 
     @property
     def synced_bytes(self) -> int:
-        """Bytes of weights that this rank has contributed to the means of its replicas since the engine was built."""
-        return self._mean.sent_bytes
+        """Bytes that this rank has sent since the engine was built: weights for the means of its replicas, or the
+        gradients or weights of asynchronous replicas."""
+        return self._mean.sent_bytes + self._shares.sent_bytes
 
     def end_round(self) -> None:
         """End the round of local steps now, so that all replicas of a stage have the same weights. All ranks call this
@@ -317,7 +316,7 @@ class Engine:
         :class:`~parallax.errors.NonFiniteError`, with unchanged weights.
         """
         self._check_trained()
-        if self._shares is not None:
+        if self.mesh.asynchronous:
             return self.steps(batch, Interval.of_one_step(self._step))[0]
         start, scale = time.perf_counter(), self._scale.factor
         self._optimizer.zero_grad()
@@ -351,7 +350,7 @@ class Engine:
         The result of an update that asynchronous replicas make has the figures of this rank only for the rows that this
         rank has computed.
         """
-        if self._shares is None:
+        if not self.mesh.asynchronous:
             return [self.step(batch)]
         self._check_trained()
         start = time.perf_counter()
@@ -418,7 +417,7 @@ class Engine:
             self.metrics.begin(training=False)
             self.evaluate(batch)
             self.metrics.evaluated()
-            if self._shares is None:
+            if not self.mesh.asynchronous:
                 self.metrics.settle()
 
     def evaluate(self, batch: Rows) -> float:

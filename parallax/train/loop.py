@@ -21,6 +21,7 @@ from parallax.errors import (
 from parallax.plan.profile import Utilization
 from parallax.plan.tier import AUTO
 from parallax.plan.updates import Updates
+from parallax.runtime.asynchronous import Interval
 from parallax.runtime.batch import Rows
 from parallax.runtime.checkpoint import state_text
 from parallax.runtime.checkpoint.config import CHECKPOINTS, TRAINING_LOSS, CheckpointConfig
@@ -46,6 +47,7 @@ from parallax.train.stop import Drifted, Requested, Stopping, StopReason, drift
 from parallax.train.watchdog import NoWatchdog, Watchdog
 
 OFF = "off"
+_MOST_UPDATES = 100  # of asynchronous replicas between two meetings, whose spans are in memory
 _MOST_SKIPS = 10  # consecutive steps with a non-finite loss or gradient
 
 
@@ -285,6 +287,7 @@ class _Run:
         self._held_out = {
             name: HeldOut(engine, each, trainer.global_batch, most) for name, each in sets.items()
         }
+        self._reported = 0  # the last step that this rank has reported alone
         self._evaluated: int | None = (
             None  # the step after which the held-out rows were last evaluated
         )
@@ -317,18 +320,10 @@ class _Run:
                     break
                 self._callbacks.call("on_step_start")
                 with self._recording.step(), self._saves.saved_before(logger):
-                    result = self._nodes.on_common_clock(self._engine.step(batch))
-                self._health.stepped(result)
-                with self._unwritten.trying(self._directory / "debug"):
-                    self._recording.add(result)
-                self._record.add(result)
-                self._status.stepped(
-                    result, self._engine.completed_steps, self._health.fetch_seconds
-                )
-                if self._logger.events:
-                    with self._unwritten.trying(events.path):
-                        events.extend(result.spans)
-                        events.flush()
+                    results = self._engine.steps(batch, self._interval(logger))
+                for result in map(self._nodes.on_common_clock, results):
+                    self._add(result, events)
+                self._report_missed(logger, results)
                 with phase("reporting a step"):
                     self._report(logger, result)
                 self._tell_checkpoints()
@@ -344,6 +339,68 @@ class _Run:
                 logger.close_loggers()
         with phase("writing the report"):
             return self._end()
+
+    def _add(self, result: StepResult, events: EventLog) -> None:
+        self._health.stepped(result)
+        with self._unwritten.trying(self._directory / "debug"):
+            self._recording.add(result)
+        self._record.add(result)
+        self._status.stepped(result, self._engine.completed_steps, self._health.fetch_seconds)
+        if self._logger.events:
+            with self._unwritten.trying(events.path):
+                events.extend(result.spans)
+                events.flush()
+
+    def _interval(self, logger: RankZeroLogger) -> Interval:
+        """Return the updates until the next evaluation or checkpoint, at most 100, which asynchronous replicas make
+        without waiting for each other."""
+        done, trainer = self._engine.completed_steps, self._trainer
+        every = [each for each in (trainer.eval_every, trainer.checkpoint_every) if each]
+        ends = [trainer.steps, *(done - done % each + each for each in (*every, _MOST_UPDATES))]
+        stop = min(ends)
+
+        def fetch() -> Rows | None:
+            with self._watchdog.phase("fetching rows"):
+                return self._rows_end.fetch_alone(lambda: self._health.fetch(self._fetch))
+
+        reached = list[tuple[int, StepResult]]()
+
+        def report(step: int, result: StepResult) -> None:
+            reached.append((step, result))
+            if len(reached) > 1:  # the last update is reported where all ranks meet
+                self._report_alone(logger, *reached.pop(0))
+
+        return Interval(stop, fetch, lambda: any(self._stopping.columns().values()), report)
+
+    def _report_missed(self, logger: RankZeroLogger, results: Sequence[StepResult]) -> None:
+        """Report the updates of asynchronous replicas that were made on another rank than rank 0."""
+        step = self._engine.completed_steps - len(results)
+        for number, result in enumerate(results[:-1], step + 1):
+            if number > self._reported:
+                self._report_alone(logger, number, result)
+
+    def _report_alone(self, logger: RankZeroLogger, step: int, result: StepResult) -> None:
+        """Print and write the figures of an update without those of other ranks."""
+        self._reported = step
+        rows = self._trainer.global_batch
+        line = StepLine(
+            step=step,
+            loss=result.loss,
+            rate=rows * self._tokens / result.seconds,
+            unit="tokens" if self._tokens > 1 else "rows",
+            peak_bytes=result.peak_bytes,
+            budget_bytes=self._budgets[self._rank],
+            offloaded_bytes=None,
+            overlap=result.swap.overlap,
+            stall_seconds=0.0,
+            skipped=result.skipped_steps,
+            input_share=self._health.input_share,
+            learning_rate=result.learning_rate,
+            utilization=self._utilization.share(rows / result.seconds, len(self._budgets)),
+        )
+        logger.step(line, _metrics(line, result), {})
+        if text := _skip_text(result):
+            logger.note(f"step {step}{text}")
 
     def _resume_text(self, checkpoint: object) -> str:
         done = self._engine.completed_steps
@@ -660,6 +717,7 @@ class _Run:
             "unigram_entropy": getattr(self._source, "unigram_entropy", None) if first else None,
             **self._health.summary(),
             "synced_bytes": self._engine.synced_bytes,
+            "staleness": self._engine.staleness,
             **self._record.summary(self._trainer.global_batch, self._tokens, self._utilization),
         }
 

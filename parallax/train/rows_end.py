@@ -32,12 +32,16 @@ class RowsEnd:
     def fetch(self, get: Callable[[], Rows]) -> Rows | None:
         """Return the result of ``get()``, a batch. Return None on all ranks if any rank has no more rows. All ranks
         must call this method."""
-        batch = self._fetch(get)
+        batch = self.fetch_alone(get)
         ended = self._count(self._here)
         self.everywhere = ended == self._mesh.plan.world_size
         return None if ended else batch
 
-    def _fetch(self, get: Callable[[], Rows]) -> Rows | None:
+    def fetch_alone(self, get: Callable[[], Rows]) -> Rows | None:
+        """Return the result of ``get()``, a batch; None if this rank has no more rows. The ranks agree on the end in
+        the next :meth:`fetch`."""
+        if self._here:
+            return None
         try:
             return get()
         except (StopIteration, IndexError) as error:

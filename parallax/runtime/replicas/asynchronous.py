@@ -62,6 +62,10 @@ class Use(NamedTuple):
 class Exchange(Protocol):
     """One rank's part in the exchange of gradients and weights, between two meetings of all ranks."""
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has sent."""
+
     def begin(self, start: int, stop: int) -> None:
         """Begin the updates from ``start`` to ``stop`` − 1. All ranks have the same weights."""
 
@@ -126,6 +130,10 @@ class StateOwner:
         self._error: BaseException | None = None
         self._snapshot: list[Tensor] = []
         self._threads: list[threading.Thread] = []
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._links.sent_bytes
 
     def begin(self, start: int, stop: int) -> None:
         self._begin(start, stop)
@@ -299,6 +307,10 @@ class StateClient:
         self._leads, self._replicas = mesh.pipeline_rank == 0, mesh.replica_count
         self._version = 0
 
+    @property
+    def sent_bytes(self) -> int:
+        return self._links.sent_bytes
+
     def begin(self, start: int, stop: int) -> None:
         del start, stop
 
@@ -339,6 +351,8 @@ class _Links:
     def __init__(self, mesh: Mesh, parameters: Sequence[nn.Parameter]) -> None:
         self._group, self._pipeline = mesh.outer_host, mesh.pipeline
         self._parameters = parameters
+        self.sent_bytes = 0
+        self._counting = threading.Lock()
 
     # ---- in the pipeline of one replica
 
@@ -416,6 +430,8 @@ class _Links:
 
     def _send(self, tensor: Tensor, replica: int) -> None:
         dist.send(tensor, group=self._group, group_dst=replica)
+        with self._counting:
+            self.sent_bytes += tensor.nbytes
 
     def _receive(self, tensor: Tensor, replica: int) -> None:
         dist.recv(tensor, group=self._group, group_src=replica)

@@ -29,6 +29,8 @@ class HealthMonitor:
         """``why_slow()`` returns why reading this rank's rows takes long."""
         self._mesh = engine.mesh
         self._detector = StragglerDetector(engine.plan)
+        # Asynchronous replicas do not wait for slow ones, and compute different numbers of rows.
+        self._compares = not engine.mesh.asynchronous
         self._alarm = MemoryAlarm(
             engine.tier_bytes, engine.mesh.device, engine.mesh.nodes.local_count
         )
@@ -74,7 +76,7 @@ class HealthMonitor:
         step = max(columns["whole_seconds"])
         self.input_share = min(1.0, max(waited) / step) if step > 0 else 0.0
         self._waited, self._total = self._waited + max(waited), self._total + step
-        slow = [] if saving else self._detector.add(self._seconds, busy)
+        slow = [] if saving or not self._compares else self._detector.add(self._seconds, busy)
         found = [
             self._detector.straggler(rank, factor, self._mesh.nodes.name(rank))
             for rank, factor in slow
