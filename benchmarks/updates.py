@@ -1,12 +1,15 @@
-"""What delayed updates and local steps cost in loss, and what local steps save over a slow link.
+"""What delayed updates, local steps and asynchronous replicas cost in loss, and what they save over a slow link or
+beside a slow rank.
 
 ::
 
     python -m benchmarks.updates loss      the validation loss after 400 steps of a GPT over bytes, by rule and seed
     python -m benchmarks.updates link      steps over a link of 100 Mbit/s between two hosts; needs root
+    python -m benchmarks.updates slow      steps of four replicas, of which one takes twice as long
 
 ``loss`` trains the same model on the same rows with two replicas, once for each rule and seed. ``link`` runs two
-replicas on two network namespaces, each with a core, in turn over a slow and a fast link.
+replicas on two network namespaces, each with a core, in turn over a slow and a fast link. The blocks of ``slow`` wait
+instead of computing, as a host waits for its device, so that four replicas do not compete for cores.
 """
 
 from __future__ import annotations
@@ -18,10 +21,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from benchmarks.hosts import ROOT, HostError, TwoHosts
+from parallax import TensorRows
 
 LION, SGD = (
     ("optimizer=lion", "optimizer.lr=3e-4"),
@@ -35,6 +44,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "local SGD, 50 steps": ("replicas=local", "replicas.sync_every=50"),
     "DiLoCo, 10 steps": ("replicas=diloco", "replicas.sync_every=10"),
     "DiLoCo, 50 steps": ("replicas=diloco", "replicas.sync_every=50"),
+    "asynchronous, s=1": ("replicas=asynchronous", "replicas.staleness=1"),
+    "asynchronous, s=4": ("replicas=asynchronous", "replicas.staleness=4"),
     "delayed": DELAYED,
     "delayed, corrected": CORRECTED,
     "Lion, synchronous": LION,
@@ -75,20 +86,46 @@ LARGE = (
     "plan.replicas=2",
 )
 SLOW, FAST = "100mbit", "10gbit"
+BESIDE = {name: RULES[name] for name in ("synchronous", "asynchronous, s=1", "asynchronous, s=4")}
+BLOCKS, BLOCK_SECONDS = 12, 0.01
+WAITING = (
+    "model=custom",
+    "model.target=benchmarks.updates:waiting",
+    "data=custom",
+    "data.target=benchmarks.updates:Ones",
+    "trainer.global_batch=8",
+    "trainer.microbatch=8",
+    "trainer.eval_every=0",
+    "trainer.eval_batches=1",
+    "trainer.checkpoint_every=0",
+    "cluster.devices=4",
+    "plan.stages=1",
+    "plan.replicas=4",
+    "swap=off",
+)
 ENDS_SECONDS = 900.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=["loss", "link"])
-    parser.add_argument("--steps", type=int, default=0, help="400 of loss, 52 of link by default")
+    parser.add_argument("part", choices=["loss", "link", "slow"])
+    parser.add_argument(
+        "--steps", type=int, default=0, help="400 of loss, 52 of link, 60 of slow by default"
+    )
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--only", default="", help="rules of loss whose names contain this")
+    parser.add_argument(
+        "--only", default="", help="rules of loss and slow whose names begin so"
+    )
     parsed = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         if parsed.part == "loss":
-            rules = {name: words for name, words in RULES.items() if parsed.only in name}
+            rules = {name: words for name, words in RULES.items() if name.startswith(parsed.only)}
             found = losses(Path(folder), rules, parsed.steps or 400, parsed.seeds)
+            print(json.dumps(found, indent=1))
+            return 0
+        if parsed.part == "slow":
+            rules = {name: words for name, words in BESIDE.items() if name.startswith(parsed.only)}
+            found = beside_a_slow_rank(Path(folder), rules, parsed.steps or 60)
             print(json.dumps(found, indent=1))
             return 0
         try:
@@ -109,13 +146,7 @@ def losses(
         for rule, settings in rules.items():
             name = f"{len(found[rule])}-{list(rules).index(rule)}"
             words = (*GPT, *settings, f"seed={seed}", f"trainer.steps={steps}", f"name={name}")
-            command = [sys.executable, "-m", "parallax", "train", *words]
-            environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-            subprocess.run(
-                command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL
-            )
-            summary = json.loads((folder / "runs" / name / "summary.json").read_text())
-            found[rule].append(summary["validation_loss"])
+            found[rule].append(trained(folder, name, words)["validation_loss"])
             print(f"seed {seed}, {rule}: {found[rule][-1]:.4f}", file=sys.stderr, flush=True)
     return {
         rule: {
@@ -125,6 +156,74 @@ def losses(
         }
         for rule, values in found.items()
     }
+
+
+def trained(folder: Path, name: str, words: Sequence[str]) -> dict[str, Any]:
+    """Return the summary of a run."""
+    command = [sys.executable, "-m", "parallax", "train", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+    found: dict[str, Any] = json.loads((folder / "runs" / name / "summary.json").read_text())
+    return found
+
+
+class WaitingBlock(nn.Linear):
+    """A block that takes ``seconds``."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(16, 16)
+        self._seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self._seconds)
+        return super().forward(x)
+
+
+def waiting(slow: int) -> nn.Module:
+    """Blocks that take twice as long on rank ``slow``."""
+    factor = 2 if os.environ.get("RANK") == str(slow) else 1
+    return nn.Sequential(*(WaitingBlock(factor * BLOCK_SECONDS) for _ in range(BLOCKS)))
+
+
+class Ones:
+    """Rows of ones."""
+
+    def batch(self, rows: int) -> TensorRows:
+        return TensorRows(torch.ones(rows, 16), torch.zeros(rows, dtype=torch.int64))
+
+    def validation(self, index: int, rows: int) -> TensorRows:
+        del index
+        return self.batch(rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        del state
+
+
+def beside_a_slow_rank(
+    folder: Path, rules: dict[str, tuple[str, ...]], steps: int
+) -> dict[str, dict[str, Any]]:
+    """Return seconds per step without a slow rank and with one, the part of the speed that it costs, and the gradients
+    by staleness. Rank 0 owns the state of asynchronous replicas."""
+    found: dict[str, dict[str, Any]] = {}
+    for number, (rule, settings) in enumerate(rules.items()):
+        alike = 0.0
+        for slow in (-1, 3, 0):
+            name = f"{number}-{slow + 1}"
+            words = (*WAITING, f"+model.kwargs={{slow:{slow}}}", f"trainer.steps={steps}")
+            summary = trained(folder, name, (*words, *settings, f"name={name}"))
+            seconds = summary["step_seconds_median"]
+            alike = alike or seconds
+            key = f"{rule}, {f'rank {slow} slow' if slow >= 0 else 'all equal'}"
+            found[key] = {
+                "step_seconds": round(seconds, 4),
+                "lost": round(1 - alike / seconds, 3),
+                "staleness": summary["staleness"],
+            }
+            print(f"{key}: {found[key]}", file=sys.stderr, flush=True)
+    return found
 
 
 def over_links(folder: Path, steps: int) -> dict[str, dict[str, float]]:
