@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from parallax.common.events import Span
-from parallax.errors import NonFiniteError
+from parallax.errors import ConfigError, NonFiniteError
 from parallax.mesh import Mesh
 from parallax.runtime.batch import Rows
 from parallax.runtime.meters.step import StepResult
@@ -97,6 +97,11 @@ class AsynchronousSteps:
         scale: LossScale,
         peak_bytes: Callable[[], int],
     ) -> None:
+        if mesh.asynchronous and scale.skips and stage.norms.statistics_differ:
+            raise ConfigError(
+                "trainer.nonfinite=skip: asynchronous replicas keep the running statistics of BatchNorms of a skipped "
+                "update; use replicas.batchnorm=frozen, or trainer.nonfinite=stop"
+            )
         self._mesh, self._optimizer, self._update, self._scale = mesh, optimizer, update, scale
         self._peak_bytes = peak_bytes
         tensors = dict.fromkeys(stage.named_tensors().values())

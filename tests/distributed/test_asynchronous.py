@@ -246,6 +246,12 @@ def test_without_staleness_replicas_are_synchronous(
     same(pool.run(training, case.world, case), pool.run(training, case.world, usual))
 
 
+def test_one_replica_trains_as_ever(pool: Pool) -> None:
+    case = CASE.under((1, 1))
+    usual = replace(case, together=ReplicasConfig())
+    same(pool.run(training, 2, case), pool.run(training, 2, usual))
+
+
 def weights_after(case: Case, folder: Path, steps: int, saves: bool) -> Weights:
     """Load the last checkpoint if there is one, train, and save. Return the weights."""
     engine = case.engine(folder)
@@ -417,8 +423,16 @@ def statistics(case: Case) -> list[Weights]:
     return found
 
 
+def refused(case: Case) -> str:
+    with tempfile.TemporaryDirectory() as folder, pytest.raises(ConfigError) as error:
+        case.engine(folder)
+    return str(error.value)
+
+
 def test_statistics_of_batches_are_averaged_at_meetings(pool: Pool) -> None:
     case = replace(CASE, factory=normed, sizes=(8,) * 4).under((2,), microbatch=8)
+    for text in pool.run(refused, 2, replace(case, skips=1)):
+        assert "use replicas.batchnorm=frozen" in text
     first, second = pool.run(statistics, 2, case)
     for mine, others in zip(first, second, strict=True):
         assert mine

@@ -23,7 +23,7 @@ a thread for each other replica, which receives gradients and sends weights.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -92,11 +92,6 @@ class _Sum:
     loss: float = 0.0
     shares: int = 0
 
-    def add(self, index: int, gradient: Tensor) -> None:
-        """Add ``gradient``, which the caller does not use any more, to the sum of parameter ``index``."""
-        known = self.parts[index]
-        self.parts[index] = gradient if known is None else known.add_(gradient)
-
 
 class StateOwner:
     """The :class:`Exchange` of a rank of replica 0, which has the state of its stage.
@@ -156,12 +151,10 @@ class StateOwner:
         return None
 
     def give(self, share: Share, loss: float) -> None:
-        given = {
-            index: parameter.grad.detach().to("cpu", copy=True)
-            for index, parameter in enumerate(self._parameters)
-            if parameter.grad is not None
-        }
-        self._add(Use(share, 0, self._version), loss, given)
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                self._add(share.update, index, parameter.grad.detach())
+        self._complete_share(Use(share, 0, self._version), loss)
 
     def end_rows(self, share: Share) -> None:
         with self._changed:
@@ -242,15 +235,26 @@ class StateOwner:
             self._limit = min(self._limit, begun)
             self._changed.notify_all()
 
-    def _add(self, use: Use, loss: float, given: dict[int, Tensor]) -> None:
+    def _add(self, update: int, index: int, gradient: Tensor) -> None:
+        """Add ``gradient`` to the sum of ``update`` for parameter ``index``."""
         with self._changed, torch.no_grad():
-            found = self._sums.setdefault(use.share.update, _Sum([None] * len(self._parameters)))
-            for index, gradient in given.items():
-                found.add(index, gradient)
+            parts = self._sum(update).parts
+            known = parts[index]
+            parts[index] = (
+                gradient.to("cpu", copy=True) if known is None else known.add_(gradient.cpu())
+            )
+
+    def _complete_share(self, use: Use, loss: float) -> None:
+        """Count a share all of whose gradients are added."""
+        with self._changed:
+            found = self._sum(use.share.update)
             found.loss += loss
             found.shares += 1
             self._uses.append(use)
             self._changed.notify_all()
+
+    def _sum(self, update: int) -> _Sum:
+        return self._sums.setdefault(update, _Sum([None] * len(self._parameters)))
 
     # ---- one thread for each other replica
 
@@ -270,8 +274,9 @@ class StateOwner:
         if kind == _ROWS_END:
             self.end_rows(share)
         elif kind == _GRADIENT:
-            given = self._links.receive_gradients(replica, present)
-            self._add(Use(share, replica, int(version)), loss, given)
+            for index, gradient in self._links.receive_gradients(replica, present):
+                self._add(share.update, index, gradient)
+            self._complete_share(Use(share, replica, int(version)), loss)
         else:
             if ends:
                 self._end_soon()
@@ -399,13 +404,15 @@ class _Links:
         for gradient in gradients:
             self._send(gradient.detach().cpu().contiguous(), 0)
 
-    def receive_gradients(self, replica: int, present: Sequence[float]) -> dict[int, Tensor]:
-        found = {}
+    def receive_gradients(
+        self, replica: int, present: Sequence[float]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield the index of each parameter with a gradient, and the gradient."""
         for index, (parameter, is_present) in enumerate(zip(self._parameters, present)):
             if is_present:
-                found[index] = torch.empty(parameter.shape, dtype=parameter.dtype)
-                self._receive(found[index], replica)
-        return found
+                found = torch.empty(parameter.shape, dtype=parameter.dtype)
+                self._receive(found, replica)
+                yield index, found
 
     # ---- from the owner to another replica
 
