@@ -104,12 +104,12 @@ class ReplicasConfig:
         if self.compress != "none":
             raise ConfigError(
                 f"replicas.compress={self.compress}: asynchronous replicas send whole gradients; use "
-                "replicas.compress=none, or replicas.mode=synchronous"
+                "replicas.compress=none, or replicas.staleness=0"
             )
         if self.batchnorm == "sync":
             raise ConfigError(
                 "replicas.batchnorm=sync: asynchronous replicas do not wait for the rows of others; use "
-                "replicas.batchnorm=replica, or replicas.mode=synchronous"
+                "replicas.batchnorm=replica, or replicas.staleness=0"
             )
 
     def check_beside(
@@ -126,7 +126,7 @@ class ReplicasConfig:
             if is_set:
                 raise ConfigError(
                     f"{what}: asynchronous replicas compute with weights of different versions, and cannot run with "
-                    f"it; use {remedy}, or replicas.mode=synchronous"
+                    f"it; use {remedy}, or replicas.staleness=0"
                 )
         if self.mode == LOCAL and gather_loss:
             raise ConfigError(
@@ -178,7 +178,7 @@ class ReplicasConfig:
         if self.asynchronous and plan.parameters == "host":
             raise ConfigError(
                 "plan.parameters=host: asynchronous replicas exchange parameters that are on the device; use "
-                "plan.parameters=device, or replicas.mode=synchronous"
+                "plan.parameters=device, or replicas.staleness=0"
             )
         if (self.mode == LOCAL or self.asynchronous) and len(set(counts)) > 1:
             raise ConfigError(
@@ -188,7 +188,7 @@ class ReplicasConfig:
         if self.asynchronous and plan.shard == "optimizer":
             raise ConfigError(
                 "plan.shard=optimizer: the first of asynchronous replicas has all optimizer states; use "
-                "plan.shard=none, or replicas.mode=synchronous"
+                "plan.shard=none, or replicas.staleness=0"
             )
         if self.mode == LOCAL and plan.shard == "optimizer" and not self.local_groups:
             raise ConfigError(
