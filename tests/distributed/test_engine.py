@@ -214,7 +214,7 @@ class Case:
                 **{"global_batch": 8, "microbatch": 2, "swap_limit": 60000, **self.options},
                 local_steps=self.together.local_steps,
                 local_groups=self.together.local_groups,
-                staleness=self.together.staleness,
+                staleness=self.together.staleness_bound,
             ),
             loss=self.loss,
             steps=STEPS,

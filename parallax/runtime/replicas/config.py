@@ -46,7 +46,7 @@ class ReplicasConfig:
     """
 
     mode: str = SYNCHRONOUS
-    staleness: int = 0
+    staleness: int = 1
     sync_every: int = 50
     groups: int | str = AUTO
     outer_lr: float = 1.0
@@ -74,7 +74,7 @@ class ReplicasConfig:
 
     def _check_mode(self) -> None:
         """Raise :class:`ConfigError` if settings contradict ``mode``."""
-        if self.staleness and self.mode != ASYNCHRONOUS:
+        if self.staleness != ReplicasConfig.staleness and self.mode != ASYNCHRONOUS:
             raise ConfigError(
                 f"replicas.staleness={self.staleness}: with replicas.mode={self.mode}, weights are never stale; add "
                 "replicas.mode=asynchronous"
@@ -158,6 +158,11 @@ class ReplicasConfig:
         return self.mode == ASYNCHRONOUS and self.staleness > 0
 
     @property
+    def staleness_bound(self) -> int:
+        """The staleness that a plan allows; 0 if replicas are not asynchronous."""
+        return self.staleness if self.asynchronous else 0
+
+    @property
     def local_steps(self) -> int:
         """The local steps of a round; 0 if replicas sum gradients in every step."""
         return self.sync_every if self.mode == LOCAL else 0
@@ -222,10 +227,10 @@ class ReplicasConfig:
                 f"the plan is for {_rounds(planned, plan.local_groups)}, and replicas.mode={self.mode} is for "
                 f"{_rounds(wanted, self.local_groups)}: plan again with these settings"
             )
-        if plan.staleness != (self.staleness if self.asynchronous else 0):
+        if plan.staleness != self.staleness_bound:
             raise PlanError(
-                f"the plan is for replicas with a staleness of {plan.staleness}, and replicas.mode={self.mode} "
-                f"replicas.staleness={self.staleness} is another one: plan again with these settings"
+                f"the plan is for replicas with a staleness of {plan.staleness}, and replicas.mode={self.mode} has one "
+                f"of {self.staleness_bound}: plan again with these settings"
             )
         if self.compress != "powersgd" or most == 1:
             return
