@@ -113,9 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--steps", type=int, default=0, help="400 of loss, 52 of link, 60 of slow by default"
     )
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument(
-        "--only", default="", help="rules of loss and slow whose names begin so"
-    )
+    parser.add_argument("--only", default="", help="rules of loss and slow whose names begin so")
     parsed = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         if parsed.part == "loss":
