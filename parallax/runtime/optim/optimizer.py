@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from parallax.machine.device import CopyEngine
+from parallax.machine.host import relieve_memory
 from parallax.plan.plan import STATE_BUCKET_BYTES
 from parallax.runtime.optim.builder import Named, OptimizerBuilder
 from parallax.runtime.optim.resident import DeviceOptimizer
@@ -71,6 +72,10 @@ class StageOptimizer:
         mean = means and (means.resident if sharded is None else means.shards)
         built = self._built(resident, mean)
         self._on_device = DeviceOptimizer(built, resident, sharded, divides=divides)
+        # bytes of the states that the next step on the device creates
+        self._resident_bytes = self._uncreated_bytes = builder.state_bytes(
+            self._named([p for p in resident if owns(sharded, p)])
+        )
         self._sharded = frozenset(resident if sharded is not None else ())
         self._shared = frozenset(offloaded if share is not None else ())
         self._exchange = share(offloaded) if share is not None else None
@@ -128,6 +133,8 @@ class StageOptimizer:
         (:attr:`~parallax.runtime.optim.groups.ParameterGroups.clips`).
         """
         norms = norm.reshape(-1)
+        relieve_memory(coming=self._uncreated_bytes)
+        self._uncreated_bytes = 0
         self._set_share(average)
         self._on_device.set_factor(factor)
         # Filled on the device: a copy would synchronize.
@@ -228,6 +235,7 @@ class StageOptimizer:
         """Drop all optimizer states, and the record of a failed step. The caller must then set new weights and
         states."""
         self._on_device.reset()
+        self._uncreated_bytes = self._resident_bytes
         self._host.reset()
         self._streamed.zero_gradients()
 

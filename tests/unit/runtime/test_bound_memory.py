@@ -19,18 +19,22 @@ from parallax.run.processes.launch import rank_environment
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.runtime.meters import memory
+from parallax.runtime.meters.step import StepResult
 from tests.plans import described, make_plan
 
+MIB = 2**20
 MODEL = GPTConfig(layers=2, hidden=32, heads=2, sequence=8, vocabulary=16)
 
 
-def chain() -> Chain:
-    return described(MODEL.build)
+def chain(model: GPTConfig = MODEL) -> Chain:
+    return described(model.build)
 
 
-def promising(peak_bytes: int, *, returns_freed: bool = False, **options: object) -> Plan:
+def promising(
+    peak_bytes: int, *, model: GPTConfig = MODEL, returns_freed: bool = False, **options: object
+) -> Plan:
     """A plan whose only rank is predicted to take so many bytes at most."""
-    plan = make_plan(chain(), global_batch=2, microbatch=1, **options)  # type: ignore[arg-type]
+    plan = make_plan(chain(model), global_batch=2, microbatch=1, **options)  # type: ignore[arg-type]
     rank = replace(
         plan.prediction.ranks[0],
         peak_bytes=peak_bytes,
@@ -40,9 +44,9 @@ def promising(peak_bytes: int, *, returns_freed: bool = False, **options: object
     return replace(plan, prediction=replace(plan.prediction, ranks=(rank,)))
 
 
-def step(engine: Engine) -> None:
+def step(engine: Engine) -> StepResult:
     tokens = torch.zeros(2, MODEL.sequence + 1, dtype=torch.int64)
-    engine.step(TensorRows(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+    return engine.step(TensorRows(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
 
 
 @pytest.mark.parametrize("directive", ["keep", "recompute"])
@@ -74,6 +78,26 @@ def test_freed_memory_goes_back_at_the_predicted_peak(scratch: Path) -> None:
         freed.clear()
         step(engine)
         assert bound.trims > 0
+    finally:
+        engine.close()
+
+
+def test_freed_memory_goes_back_before_the_first_step_creates_states(scratch: Path) -> None:
+    """A GPT took 552 MiB of 512 predicted: no block runs between the last backward and the update, and the states of
+    large weights do not fit where smaller tensors were freed."""
+    wide = replace(MODEL, hidden=512)
+    weights = 4 * sum(p.numel() for p in wide.build().parameters())
+    states = freed = kept = 2 * weights  # about 48 MiB
+    budget = 2 * weights + states + kept + freed // 2
+    engine = Engine.build(
+        chain(wide), promising(budget, model=wide), loss=GPT.loss, scratch=scratch
+    )
+    try:
+        tensors = [torch.ones(2**17) for _ in range((kept + freed) // 2**19)]
+        del tensors[::2]  # leaves pieces of 0.5 MiB, half of a weight of an attention layer
+        step(engine)
+        (bound,) = host._bounds
+        assert bound.peak_bytes() - bound.before_bytes < bound.growth_bytes
     finally:
         engine.close()
 
