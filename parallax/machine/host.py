@@ -213,7 +213,21 @@ def huge_page_variables() -> dict[str, str]:
     return {} if _TUNABLES in os.environ else {_TUNABLES: "glibc.malloc.hugetlb=1"}
 
 
-def fresh_memory_seconds(*, huge: bool = False) -> float:
+def coalescing_variables() -> dict[str, str]:
+    """Return environment variables with which malloc always merges a freed tensor with free neighbours, for processes
+    to be started.
+
+    torch aligns tensors to 64 bytes. To do so, glibc cuts pieces of at most 96 bytes off both ends of a larger block.
+    By default, freed pieces of this size are cached (tcache, fast bins) and count as used. Then the freed tensor
+    between them has fewer bytes than another tensor of its size requests, and the heap grows. Without these caches
+    small allocations take longer. The result is empty if the user has set variables of glibc.
+    """
+    if _TUNABLES in os.environ:
+        return {}
+    return {_TUNABLES: "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"}
+
+
+def fresh_memory_seconds() -> float:
     """Return the CPU seconds per byte of allocating memory from the system and freeing it (page faults, zeroing,
     unmapping).
 

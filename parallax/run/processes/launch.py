@@ -26,7 +26,7 @@ from parallax.common.units import format_seconds
 from parallax.config import RunConfig
 from parallax.errors import ConfigError, ParallaxError
 from parallax.machine.accelerators import accelerator_named, unset_variables
-from parallax.machine.host import huge_page_variables
+from parallax.machine.host import coalescing_variables, huge_page_variables
 from parallax.machine.local import choose_devices
 from parallax.plan.config import AUTO
 from parallax.plan.plan import Plan
@@ -43,6 +43,9 @@ from parallax.run.working import working
 from parallax.train.loop import OnDrift
 from parallax.train.stop import Drifted
 
+# Freed memory that a plan expects malloc to keep, from which ranks are started with coalescing_variables. Below it,
+# time counts more: steps of a classifier with three layers of 16 took 233 to 264 µs instead of 225.
+_FREED_BYTES = 16 * 2**20
 _AFRESH = "PARALLAX_AFRESH"  # set in a process that has replaced one that planned
 
 
@@ -210,5 +213,9 @@ def rank_environment(run: PreparedRun) -> dict[str, str]:
     threads = {} if os.environ.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": str(choice.threads)}
     if choice.kind != "cpu":
         return threads | unset_variables(choice.kind)
-    freeing = any(rank.returns_freed for rank in run.plan.prediction.ranks)
-    return threads | huge_page_variables() if freeing else threads
+    prediction = run.plan.prediction
+    if any(rank.returns_freed for rank in prediction.ranks):
+        return threads | huge_page_variables()
+    if any(stage.memory.get("allocator", 0) >= _FREED_BYTES for stage in prediction.stages):
+        return threads | coalescing_variables()
+    return threads

@@ -13,7 +13,7 @@ import parallax.runtime.stage as stage_module
 from parallax.config import compose
 from parallax.model.describe import Chain
 from parallax.model.factory.gpt import GPT, GPTConfig
-from parallax.plan.plan import Plan
+from parallax.plan.plan import Plan, StagePrediction
 from parallax.run.prepare import PreparedRun
 from parallax.run.processes.launch import rank_environment
 from parallax.runtime.batch import TensorRows
@@ -136,3 +136,15 @@ def test_ranks_that_return_freed_memory_are_started_with_huge_pages(
     assert ("GLIBC_TUNABLES" in rank_environment(run)) == returns_freed
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
     assert "GLIBC_TUNABLES" not in rank_environment(run)
+
+
+@pytest.mark.parametrize("freed", [2**20, 2**26])
+def test_ranks_that_keep_much_freed_memory_are_started_without_caches_of_small_blocks(
+    freed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    plan = promising(2**30)
+    stage = StagePrediction(memory={"allocator": freed}, seconds={})
+    plan = replace(plan, prediction=replace(plan.prediction, stages=(stage,)))
+    run = PreparedRun(tmp_path, compose(["cluster.kind=cpu"]), plan)
+    assert ("tcache_count=0" in rank_environment(run).get("GLIBC_TUNABLES", "")) == (freed > 2**24)
