@@ -63,6 +63,8 @@ def make_plan(
     local_steps: int = 0,
     staleness: int = 0,
     local_groups: int = 0,
+    fragments: int = 1,
+    fragment_delay: int = 0,
 ) -> Plan:
     """A plan with blocks distributed evenly over stages (or divided at ``boundaries``), ``interleave`` stages for each
     of ``replicas``, and one directive for all of them."""
@@ -112,6 +114,8 @@ def make_plan(
         local_steps=local_steps,
         staleness=staleness,
         local_groups=local_groups,
+        fragments=fragments,
+        fragment_delay=fragment_delay,
         updates=Updates(updates),
         prediction=Prediction(step_seconds=0.0, bubble=0.0, ranks=(rank,) * sum(replicas)),
     )

@@ -34,7 +34,7 @@ def _explain_shape(plan: Plan) -> str:
         one = "replicas" if plan.summing(0) == 1 else f"groups of {plan.summing(0)} replicas"
         once += (
             f"each of {groups} {one} takes {plural(plan.local_steps, 'step')} by itself, then they exchange weights, "
-            f"{format_bytes(round(plan.exchanged_bytes))} per step; "
+            f"{_fragments(plan)}{format_bytes(round(plan.exchanged_bytes))} per step; "
         )
     if plan.updates.delays:
         once += "updates are delayed by one step, with two versions of the weights; "
@@ -49,6 +49,12 @@ def _explain_shape(plan: Plan) -> str:
         f"through {plural(len(plan.stages), 'stage')} under {plan.schedule}{each}; {once}"
         f"{plan.prediction.bubble:.0%} of the time is bubble."
     )
+
+
+def _fragments(plan: Plan) -> str:
+    parts = f"one of {plan.fragments} fragments at a time, " if plan.fragments > 1 else ""
+    beside = plan.fragment_delay and f"during {plural(plan.fragment_delay, 'more step')}, "
+    return parts + (beside or "")
 
 
 def _explain_pipeline_rank(plan: Plan, pipeline_rank: int) -> str:

@@ -367,14 +367,13 @@ class Plan(Pipeline):
     ``fingerprint``    hash of the model, equal to that of the profile (:class:`~parallax.plan.profile.ModelProfile`)
     ``gather_loss``    the last stage gathers the outputs of all micro-batches and replicas and computes one loss of the
                        whole batch; otherwise each micro-batch of each replica has its own loss
-    ``local_steps``    the steps that each replica takes by itself between two exchanges of weights; 0 if replicas sum
-                       their gradients in every step
-    ``local_groups``   the groups of replicas that do so together, summing their gradients in every step; 0 if each
-                       replica does so alone
-    ``exchanged_bytes``  with local steps or asynchronous replicas, the bytes per step that a replica of the pipeline
-                         exchanges with the others
-    ``staleness``      the updates by which the weights of asynchronous replicas may be older than the newest; 0 if
-                       replicas are not asynchronous
+    ``local_steps``    number of steps of a round of local steps, after which replicas exchange weights; 0 if replicas
+                       sum their gradients in every step
+    ``local_groups``   with local steps, number of groups of replicas; the replicas of a group sum their gradients in
+                       every step. 0 if each replica steps alone
+    ``fragments``      with local steps, number of parts of the weights that are exchanged at different steps of a round
+    ``fragment_delay``  number of steps that go on while one part is exchanged
+    ``exchanged_bytes``  with local steps, the bytes per step that a replica of the pipeline exchanges with the others
     ``updates``        whether gradients are those of the newest weights, or of weights one version older, which every
                        stage holds beside the newest
     ``tier``           name of the offload tier (:mod:`parallax.plan.tier`)
@@ -396,6 +395,8 @@ class Plan(Pipeline):
     gather_loss: bool = False
     local_steps: int = 0
     local_groups: int = 0
+    fragments: int = 1
+    fragment_delay: int = 0
     exchanged_bytes: float = 0.0
     staleness: int = 0
     updates: Updates = Updates.SYNCHRONOUS
@@ -421,7 +422,8 @@ class Plan(Pipeline):
             )
         object.__setattr__(self, "updates", Updates(self.updates))
         _check_numbers(self, int, "global_batch", "microbatch", "candidates", "interleave")
-        _check_numbers(self, int, "spare_devices", "local_steps", "local_groups", "staleness")
+        _check_numbers(self, int, "spare_devices", "local_steps", "local_groups")
+        _check_numbers(self, int, "fragments", "fragment_delay")
         _check_numbers(self, float, "bound_seconds", "exchanged_bytes")
         texts = self.model, self.fingerprint, self.tier, self.schedule.name
         if not all(isinstance(text, str) for text in texts):
@@ -540,11 +542,9 @@ class Plan(Pipeline):
         if self.task.trains:
             del data["task"]
         if not self.local_steps:
-            del data["local_steps"], data["local_groups"]
-        if not self.staleness:
-            del data["staleness"]
-        if not self.local_steps + self.staleness:
-            del data["exchanged_bytes"]
+            del data["local_steps"], data["local_groups"], data["exchanged_bytes"]
+        if not self.local_steps or (self.fragments, self.fragment_delay) == (1, 0):
+            del data["fragments"], data["fragment_delay"]
         if not self.updates.delays:
             del data["updates"]
         for rank in data["prediction"]["ranks"]:
@@ -640,7 +640,8 @@ class Plan(Pipeline):
             "gather_loss",
             "local_steps",
             "local_groups",
-            "staleness",
+            "fragments",
+            "fragment_delay",
             "updates",
             "tier",
         )

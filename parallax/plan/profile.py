@@ -229,12 +229,14 @@ class ModelProfile:
     ``master_bytes``       bytes of full-precision copies per byte of trained parameters; 0.0 if the parameters
                            themselves are in full precision
     ``divides``            whether the optimizer may step a part of a parameter
-    ``local_steps``        the steps that each replica takes by itself between two exchanges of weights; 0 if replicas
-                           sum their gradients in every step
-    ``local_groups``       groups of replicas that step alone; 0 if each replica does
-    ``synced_bytes``       bytes of such an exchange per byte of trained parameters
-    ``staleness``          the updates by which the weights of asynchronous replicas may be older than the newest; 0 if
-                           replicas are not asynchronous
+    ``continues``          whether a step may begin before the last one has ended: updates are delayed, and nothing
+                           else forbids it
+    ``local_steps``        number of steps of a round of local steps, after which replicas exchange weights; 0 if
+                           replicas sum their gradients in every step
+    ``local_groups``       with local steps, number of groups of replicas; 0 if each replica steps alone
+    ``fragments``          with local steps, number of parts of the weights that are exchanged at different steps
+    ``fragment_delay``     number of steps that go on while one part is exchanged
+    ``synced_bytes``       bytes of one exchange of all weights per byte of trained parameters
     ``gathered_rows``      number of rows over which one loss is computed per step; 0 if each micro-batch has its own
                            loss
     ``freeing_slowdown``   factors by which computing slows down if the allocator returns freed memory to the system at
@@ -260,6 +262,8 @@ class ModelProfile:
     master_bytes: float = 0.0
     local_steps: int = 0
     local_groups: int = 0
+    fragments: int = 1
+    fragment_delay: int = 0
     synced_bytes: float = 1.0
     staleness: int = 0
     gathered_rows: int = 0
@@ -298,6 +302,7 @@ class ModelProfile:
             *ratios,
             "local_steps",
             "local_groups",
+            "fragment_delay",
             "synced_bytes",
             "staleness",
             "gathered_rows",

@@ -91,6 +91,8 @@ def _exchanged(costs: ModelProfile, replicas: ReplicasConfig | None) -> dict[str
     return {
         "local_steps": replicas.local_steps,
         "local_groups": replicas.local_groups,
+        "fragments": replicas.fragments,
+        "fragment_delay": replicas.fragment_delay,
         "synced_bytes": wide * replicas.exchanged,
     }
 

@@ -84,6 +84,7 @@ class Engine:
             chain.model,
             averages=averages,
             outer=configs.replicas.outer,
+            fragments=configs.replicas.fragments,
             delays=plan.updates.delays,
         )
         self._mean = ReplicaMean(mesh, configs.replicas.outer_compress)
@@ -105,7 +106,7 @@ class Engine:
         self._scale = LossScale(configs.stage.precision, configs.nonfinite_skips)
         kept = self._stage, self._optimizer, self._scale, self._averages
         self.saving = Saving(chain, plan, mesh, *kept, later, copies)
-        self._rounds = Rounds(configs.replicas.local_steps, self._optimizer.end_round, norms)
+        self._rounds = Rounds(configs.replicas, self._optimizer.exchange_fragments, norms)
         self._evaluation = Evaluation(loss, chain, configs.stage.precision, self.metrics)
         self._update = self._open_update(configs, builder, later)
         self._buffers = KeptBuffers(self._stage.modules())
@@ -294,18 +295,27 @@ class Engine:
         return self._mean.sent_bytes + self._shares.sent_bytes
 
     def end_round(self) -> None:
-        """End the round of local steps now, so that all replicas of a stage have the same weights. All ranks call this
-        method.
+        """End the round of local steps now, for all fragments, so that all replicas of a stage have the same weights.
+        All ranks call this method.
 
-        A no-op without local steps, and if no step was taken since the last round ended.
+        A no-op if they already have.
         """
         self._rounds.end()
 
-    def _check_round(self, doing: str) -> None:
-        if self._rounds.steps:
+    @property
+    def continues(self) -> bool:
+        """Whether a step may begin the next one, so that :meth:`step` takes the batch after its own."""
+        return self.plan.schedule.continues
+
+    def _check_settled(self, doing: str) -> None:
+        if self._ahead is not None:
             raise ParallaxError(
-                f"{doing} within a round of local steps, in which replicas have different weights: do it after every "
-                f"{self.local_steps} steps, or call engine.end_round() first"
+                f"{doing} while a step has begun: call engine.step(batch) with its batch, without following, first"
+            )
+        if self._rounds.differ:
+            raise ParallaxError(
+                f"{doing} within a round of local steps, in which replicas have different weights: call "
+                "engine.end_round() first"
             )
 
     def step(self, batch: Rows) -> StepResult:
@@ -523,6 +533,7 @@ class Engine:
         self._check_trained()
         found = self.saving.load(directory)
         self._step = found.step
+        self._rounds.reset()
         self._scale.load_state(found.scale)
         self._averages.load_state(found.averages)
         if self.mesh.rank == 0 and self._averages.config.averages and not found.averages:

@@ -214,7 +214,8 @@ class Case:
                 **{"global_batch": 8, "microbatch": 2, "swap_limit": 60000, **self.options},
                 local_steps=self.together.local_steps,
                 local_groups=self.together.local_groups,
-                staleness=self.together.staleness_bound,
+                fragments=self.together.fragments,
+                fragment_delay=self.together.fragment_delay,
             ),
             loss=self.loss,
             steps=STEPS,
@@ -294,6 +295,7 @@ def training(case: Case) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         engine = case.engine(folder)
         results = [engine.step(batch) for batch in case.batches()]
+        engine.end_round()
         weights = {name: tensor.detach().clone() for name, tensor in engine.parameters.items()}
         engine.close()
     moved = sum(r.swap.bytes_out + r.swap.bytes_cancelled for r in results)

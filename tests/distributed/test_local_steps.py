@@ -43,6 +43,7 @@ from tests.plans import make_plan
 
 LOCAL = ReplicasConfig(mode="local", sync_every=2)
 DILOCO = replace(LOCAL, outer_lr=0.7, outer_momentum=0.9)
+SIZES = (8, 3, 7, 4, 8, 6, 8, 5, 7)
 CASE = Case(gpt(tied=False), sizes=(8, 3, 7, 4, 8, 6), together=DILOCO)
 PLANS: dict[str, dict[str, Any]] = {
     "replicas": {"replicas": (2,)},
@@ -100,13 +101,9 @@ def plain_rounds(case: Case, replicas: int) -> Outcome:
         for mine in trained
     ]
     together, outcome = case.together, Outcome([], [], copies[0][1])
-    start = [nn.Parameter(p.detach().clone()) for p in trained[0]]
-    outer = torch.optim.SGD(
-        start,
-        lr=together.outer_lr,
-        momentum=together.outer_momentum,
-        nesterov=together.outer_momentum > 0,
-    )
+    fragments = [
+        PlainFragment(together, columns) for columns in divided(trained, together.fragments)
+    ]
     for step, batch in enumerate(case.batches()):
         losses, squares = 0.0, 0.0
         for group, ((blocks, _), mine) in enumerate(zip(copies, trained)):
@@ -127,21 +124,64 @@ def plain_rounds(case: Case, replicas: int) -> Outcome:
             optimizers[group].step()
         outcome.losses.append(losses)
         outcome.norms.append(squares**0.5)
-        if (step + 1) % together.sync_every == 0:
-            end_round(outer, start, trained)
+        for number, fragment in enumerate(fragments, start=1):
+            fragment.stepped(step + 1 - number * together.sync_every // together.fragments)
+    for fragment in fragments:
+        fragment.end()
     return outcome
 
 
-def end_round(
-    outer: torch.optim.Optimizer, start: list[nn.Parameter], trained: Sequence[Sequence[Tensor]]
-) -> None:
-    with torch.no_grad():
-        for parameter, *copies in zip(start, *trained):
-            parameter.grad = parameter - torch.stack([*copies]).mean(0)
-        outer.step()
-        for parameter, *copies in zip(start, *trained):
-            for copy in copies:
-                copy.copy_(parameter)
+def divided(trained: list[list[Tensor]], count: int) -> list[list[tuple[Tensor, ...]]]:
+    """The parameters of all copies, column by column, each in the fragment that had the fewest elements."""
+    found: list[list[tuple[Tensor, ...]]] = [[] for _ in range(count)]
+    for column in zip(*trained):
+        min(found, key=lambda each: sum(c[0].numel() for c in each)).append(column)
+    return found
+
+
+class PlainFragment:
+    """Some parameters, in each copy of the model, and their outer optimizer."""
+
+    def __init__(self, together: ReplicasConfig, columns: list[tuple[Tensor, ...]]) -> None:
+        self.columns, self.together = columns, together
+        self.start = [nn.Parameter(column[0].detach().clone()) for column in columns]
+        self.begun: list[list[Tensor]] = []
+        self.late = 0
+        self.outer = torch.optim.SGD(
+            self.start,
+            lr=together.outer_lr,
+            momentum=together.outer_momentum,
+            nesterov=together.outer_momentum > 0,
+        )
+
+    def stepped(self, past: int) -> None:
+        self.late += 1
+        if past % self.together.sync_every == 0:
+            self.begin()
+        if self.begun and self.late == self.together.fragment_delay:
+            self.finish()
+
+    def end(self) -> None:
+        if self.begun:
+            self.finish()
+        if self.late:
+            self.begin()
+            self.finish()
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        self.late = 0
+        self.begun = [[copy.clone() for copy in column] for column in self.columns]
+        for parameter, copies in zip(self.start, self.begun):
+            parameter.grad = parameter - torch.stack(copies).mean(0)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        self.outer.step()
+        for parameter, column, begun in zip(self.start, self.columns, self.begun):
+            for copy, before in zip(column, begun):
+                copy.add_(parameter - before)
+        self.begun = []
 
 
 @pytest.mark.sampled
@@ -151,6 +191,53 @@ def test_local_steps_are_those_of_plain_torch(pool: Pool, plan: str, rule: Repli
     case = replace(CASE, together=rule).under(**PLANS[plan])
     expected = plain_rounds(case, PLANS[plan]["replicas"][0])
     compare(pool.run(training, case.world, case), expected, 1e-9)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    "lengths", [(3, 2, 0), (3, 2, 1), (3, 3, 2), (4, 3, 0), (4, 2, 3), (2, 1, 1)]
+)
+@pytest.mark.parametrize("rule", [DILOCO, LOCAL], ids=["diloco", "local"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"replicas": (2,)},
+        {"replicas": (2, 2)},
+        {"replicas": (2,), "optimizer_offload": 0.5, "tier": "host"},
+        {"replicas": (2, 2), "optimizer_offload": 1.0, "tier": "disk"},
+        {"replicas": (2,), "optimizer_offload": 1.0, "parameter_offload": 0.5, "tier": "host"},
+        {"replicas": (4,), "shard": True, "groups": 2},
+    ],
+    ids=str,
+)
+def test_fragments_are_those_of_plain_torch(
+    pool: Pool, options: dict[str, Any], rule: ReplicasConfig, lengths: tuple[int, int, int]
+) -> None:
+    """Rounds of some steps, in some fragments, whose exchange takes some steps."""
+    every, fragments, delay = lengths
+    options = dict(options)
+    rule = replace(
+        rule,
+        sync_every=every,
+        fragments=fragments,
+        fragment_delay=delay,
+        groups=options.pop("groups", "auto"),
+    )
+    case = replace(CASE, factory=gpt(tied=True), sizes=SIZES, together=rule).under(**options)
+    compare(pool.run(training, case.world, case), plain_rounds(case, options["replicas"][0]), 1e-9)
+
+
+@pytest.mark.parametrize("rule", [DILOCO, LOCAL], ids=["diloco", "local"])
+def test_fragments_exchanged_together_equal_none(
+    pool: Pool, tmp_path: Path, rule: ReplicasConfig
+) -> None:
+    """The round ends before the first fragment is due, so all are exchanged after the same step."""
+    case = replace(CASE, together=replace(rule, sync_every=60)).under((2, 2))
+    expected = pool.run(weights_of, 4, case, tmp_path, 0, 6, False)
+    for fragments in (2, 3):
+        divided = replace(case, together=replace(case.together, fragments=fragments))
+        for mine, theirs in zip(pool.run(weights_of, 4, divided, tmp_path, 0, 6, False), expected):
+            assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
 
 
 @pytest.mark.sampled
@@ -317,6 +404,42 @@ def test_a_resumed_run_goes_on_bit_for_bit(
         assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
 
 
+def reloaded(case: Case, folder: Path) -> tuple[Weights, Weights]:
+    """Save after four steps, and return the weights after two more steps, twice: the second time after loading."""
+    engine, batches, found = case.engine(folder), case.batches(), []
+    for batch in batches[:4]:
+        engine.step(batch)
+    engine.end_round()
+    path = engine.save(folder / "checkpoints", {})
+    for last in (engine.end_round, lambda: engine.load(path), engine.end_round):
+        for batch in batches[4:6]:
+            engine.step(batch)
+        last()
+        found.append({n: tensor.detach().clone() for n, tensor in engine.parameters.items()})
+    engine.close()
+    return found[0], found[2]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    "options",
+    [{"replicas": (2, 2)}, {"replicas": (2, 2), "optimizer_offload": 1.0, "tier": "disk"}],
+    ids=str,
+)
+def test_a_run_resumes_with_exchanges_under_way(
+    pool: Pool, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Saving ends the exchange of one fragment, and loading drops that of another."""
+    rule = replace(DILOCO, sync_every=4, fragments=2, fragment_delay=1)
+    case = replace(CASE, together=rule).under(**options)
+    found = pool.run(reloaded, 4, case, tmp_path)
+    resumed = pool.run(weights_of, 4, case, tmp_path, 4, 2, False)
+    for (saved, loaded), weights in zip(found, resumed):
+        for name, tensor in weights.items():
+            assert torch.equal(tensor, saved[name]), name
+            assert torch.equal(tensor, loaded[name]), name
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("replicas", [(1,), (3,), (1, 1)], ids=str)
 @pytest.mark.parametrize("rule", [DILOCO, ReplicasConfig()], ids=["local", "synchronous"])
@@ -363,6 +486,9 @@ def test_nothing_is_read_within_a_round(pool: Pool, tmp_path: Path) -> None:
         ({"sync_every": 10}, "add replicas.mode=local"),
         ({"outer_momentum": 0.5}, "add replicas.mode=local"),
         ({"mode": "local", "sync_every": 0}, "sync_every"),
+        ({"fragments": 2}, "add replicas.mode=local"),
+        ({"mode": "local", "fragments": 51}, "at most 50 in rounds of 50 steps"),
+        ({"mode": "local", "fragment_delay": 50}, "at most 49 in rounds of 50 steps"),
         ({"mode": "local", "outer_momentum": 1.0}, "outer_momentum"),
         ({"mode": "local", "compress": "bf16"}, "outer_compress=bf16"),
         ({"mode": "local", "batchnorm": "sync"}, "batchnorm=replica"),
@@ -384,6 +510,9 @@ def test_plans_that_local_steps_cannot_run_are_refused() -> None:
             make_plan(chain, local_steps=2, **options)
     with pytest.raises(PlanError, match="rounds of 2 local steps"):
         DILOCO.check(make_plan(chain, replicas=(2,)))
+    delayed = replace(DILOCO, fragments=2, fragment_delay=1)
+    with pytest.raises(PlanError, match=r"fragments=2, and.*fragments=2, fragment_delay=1"):
+        delayed.check(make_plan(chain, replicas=(2,), local_steps=2, fragments=2))
     with pytest.raises(PlanError, match="gradients summed in every step"):
         ReplicasConfig().check(make_plan(chain, replicas=(2,), local_steps=2))
     for changed, way_out in (

@@ -12,6 +12,7 @@ crosses each node's network link only once.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -23,12 +24,13 @@ def exchange_seconds(
     profile: ModelProfile, trained_bytes: float, ranks: Sequence[int], cluster: Cluster
 ) -> float:
     """Return the seconds per step that the replicas on ``ranks`` need to sum gradients and, with local steps, to
-    average weights. ``trained_bytes``: the bytes of their trained parameters."""
+    average weights. ``trained_bytes``: the bytes of their trained parameters. An average during which steps go on takes
+    no seconds here, because the duration of a step is not known."""
     summed = max(
         all_reduce_seconds(trained_bytes * profile.gradient_bytes, group, cluster)
         for group in groups_of(profile, ranks)
     )
-    return summed + sum(averaging_parts(profile, trained_bytes, ranks, cluster))
+    return summed + sum(averaging_parts(profile, trained_bytes, ranks, cluster, math.inf))
 
 
 def groups_of(profile: ModelProfile, ranks: Sequence[int]) -> list[Sequence[int]]:
@@ -38,26 +40,34 @@ def groups_of(profile: ModelProfile, ranks: Sequence[int]) -> list[Sequence[int]
 
 
 def averaging_parts(
-    profile: ModelProfile, trained_bytes: float, ranks: Sequence[int], cluster: Cluster
+    profile: ModelProfile,
+    trained_bytes: float,
+    ranks: Sequence[int],
+    cluster: Cluster,
+    step_seconds: float,
 ) -> tuple[float, float]:
     """Return the seconds per step that averaging the weights of the replicas on ``ranks`` takes inside the nodes, and
-    the seconds between the nodes.
+    the seconds between the nodes, without those that are hidden by steps of ``step_seconds``.
 
-    For asynchronous replicas, return the part in which the owner of the state receives the gradients of the other
-    replicas and sends them weights, if it exchanges with one after the other.
-
-    Each replica of a group averages a part of the weights with its counterparts in the other groups, which is an
-    all-reduce over one replica of each group, and gives it to its own group.
+    Weights are averaged once per round of local steps, so each number is the seconds of one average divided by the
+    steps of a round; both are 0 without local steps. Each replica of a group all-reduces a part of the weights with its
+    counterparts in the other groups. It then sends the result to the replicas of its own group. The steps that go on
+    during the average of a fragment hide it, until the next fragment needs the link.
     """
     if profile.staleness:
         return _owner_parts(profile, trained_bytes, ranks, cluster)
     if not profile.local_steps:
         return 0.0, 0.0
-    size, first = trained_bytes * profile.synced_bytes, groups_of(profile, ranks)
+    count, first = profile.fragments, groups_of(profile, ranks)
+    size = trained_bytes * profile.synced_bytes / count
     inside, across = all_reduce_parts(size, [group[0] for group in first], cluster)
     link = link_among(first[0], cluster)
     inside += _half_ring(size, len(first[0]), link)
-    return inside / profile.local_steps, across / profile.local_steps
+    per_step = count / profile.local_steps
+    if delay := min(profile.fragment_delay, 1 / per_step):
+        whole = inside + across
+        per_step *= max(0.0, whole - delay * step_seconds) / whole if whole else 0.0
+    return inside * per_step, across * per_step
 
 
 def _owner_parts(

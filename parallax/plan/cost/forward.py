@@ -113,7 +113,8 @@ def forward_plan(profile: ModelProfile, cluster: Cluster, plan: Plan) -> Plan:
         gather_loss=False,
         local_steps=0,
         local_groups=0,
-        staleness=0,
+        fragments=1,
+        fragment_delay=0,
         updates=Updates.SYNCHRONOUS,
         alternatives=(),
     )

@@ -180,7 +180,7 @@ class StageLoad:
         return {
             "parameters": self.states.parameter_bytes,
             "gradients": self.states.gradient_bytes,
-            "optimizer": self.states.optimizer_bytes,
+            "optimizer": self.states.optimizer_bytes + self.states.exchange_bytes,
             "master": self.states.master_bytes,
             "staging": self.states.staging_bytes,
             "summing": self.states.summing_bytes,

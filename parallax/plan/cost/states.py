@@ -53,6 +53,7 @@ class StateLoad:
 
     On the device for a part of the step:
 
+    ``exchange_bytes``      copies of the weights that local steps exchange meanwhile
     ``staging_bytes``       blocks fetched from the tier
     ``summing_bytes``       copies of gradients while replicas sum them; for asynchronous replicas, the sums of all
                             updates that may have begun, and the weights that are being sent
@@ -75,6 +76,7 @@ class StateLoad:
     gradient_bytes: int
     optimizer_bytes: int
     master_bytes: int
+    exchange_bytes: int
     staging_bytes: int
     most_staging_bytes: int
     summing_bytes: int
@@ -90,7 +92,7 @@ class StateLoad:
 
     @property
     def device_bytes(self) -> int:
-        passing = self.staging_bytes + self.summing_bytes
+        passing = self.staging_bytes + self.summing_bytes + self.exchange_bytes
         return self.lasting_bytes + passing + self.communicator_bytes
 
     @property
@@ -192,6 +194,7 @@ def load_states(
     fetched = 0 if steps else math.ceil(3 * _state_bucket_bytes(profile, sizes) * per_byte)
     rounding = _rounding_bytes(profile, sizes, states - lower if lower else 0, streamed, gone)
     stepped = offload.optimizer * sizes.trained
+    beside = _exchange_bytes(profile, stepped) if steps else 0
     # Offloaded parameters are copied both ways in any case.
     moving = max(0.0, stepped - sizes.least_trained(streamed))
     passing = math.ceil(_host_staging_bytes(profile, sizes, moving)) if steps else 0
@@ -207,13 +210,14 @@ def load_states(
         gradient_bytes=math.ceil(sizes.trained * profile.gradient_bytes) - surely_gone,
         optimizer_bytes=optimizer,
         master_bytes=upper - optimizer,
+        exchange_bytes=_exchange_bytes(profile, sizes.trained - (stepped if steps else 0)),
         staging_bytes=visiting + min(lower, fetched),
         most_staging_bytes=window + fetched,
         summing_bytes=_summing_bytes(profile, sizes, gone, bucket, split=split)
         + _owner_bytes(profile, sizes, device, replicas),
         most_summing_bytes=math.inf if split or profile.staleness else 2 * bucket,
         communicator_bytes=_groups(replicas, together, gone) * device.collective_bytes,
-        host_bytes=mine + rounding + streamed + gone + pages + passing,
+        host_bytes=mine + rounding + streamed + gone + pages + passing + beside,
         read_bytes=math.ceil(streamed / visits.micro_batches),
         written_bytes=math.ceil(gone / visits.micro_batches),
         streaming_seconds=streaming / visits.micro_batches,
@@ -221,6 +225,25 @@ def load_states(
         update_seconds=_update_seconds(profile, device, here, stepped, moving),
         ahead_seconds=_ahead_seconds(profile, device, stepped, stepped - moving),
     )
+
+
+def _exchange_bytes(profile: ModelProfile, trained: float) -> int:
+    """Return an upper bound on the bytes that exchanges of fragments hold while local steps go on, for ``trained``
+    consecutive bytes of trained parameters.
+
+    An exchange holds a copy of the fragment's weights and their mean, with the buffers in which both are sent. Each
+    parameter is added to the smallest fragment, so fragments differ by at most the largest parameter of the model, and
+    their shares of consecutive parameters by at most twice as much.
+    """
+    if not profile.fragment_delay:
+        return 0
+    count = profile.fragments
+    under_way = min(count, math.ceil(profile.fragment_delay / (profile.local_steps // count)))
+    largest = max(cost.largest_parameter_bytes for cost in profile.blocks)
+    held = min(trained, under_way * (trained / count + 2 * largest))
+    wide, sent = max(1.0, profile.master_bytes), profile.synced_bytes
+    copies = 2 * wide + (sent if sent < wide else 0.0) + (1.5 * wide if profile.local_groups else 0)
+    return math.ceil(held * copies)
 
 
 def _groups(replicas: int, together: int, gone: int) -> int:

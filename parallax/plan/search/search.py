@@ -457,7 +457,8 @@ def _plan(
         gather_loss=request.gather_loss,
         local_steps=profile.local_steps,
         local_groups=profile.local_groups,
-        staleness=profile.staleness,
+        fragments=profile.fragments,
+        fragment_delay=profile.fragment_delay,
         exchanged_bytes=_exchanged_bytes(profile, pipeline),
         alternatives=tuple(others),
     )

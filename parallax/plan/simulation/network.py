@@ -143,10 +143,19 @@ class Network:
         """Simulate an all-reduce of ``count`` bytes over ``ranks``: rings inside the nodes, then between them."""
         yield from self._together(ranks, *all_reduce_parts(count, ranks, self._cluster))
 
-    def average(self, profile: ModelProfile, ranks: Sequence[int], trained_bytes: int) -> Routine:
-        """Simulate the part of one step in the exchange of weights at the end of a round of local steps, or
-        in the exchanges of asynchronous replicas."""
-        parts = averaging_parts(profile, trained_bytes, ranks, self._cluster)
+    def average(
+        self,
+        profile: ModelProfile,
+        ranks: Sequence[int],
+        trained_bytes: int,
+        step_seconds: float,
+    ) -> Routine:
+        """Simulate the averaging of weights over the replicas on ``ranks``, with local steps of ``step_seconds``.
+
+        Weights are averaged once per round. So the links are occupied for the seconds of one average that no step
+        hides, divided by the steps of a round.
+        """
+        parts = averaging_parts(profile, trained_bytes, ranks, self._cluster, step_seconds)
         yield from self._together(ranks, *parts)
 
     def broadcast(self, ranks: Sequence[int], count: float) -> Routine:

@@ -412,18 +412,20 @@ def _update_seconds(
     """Return the seconds of the optimizer's step on one pipeline rank.
 
     The seconds include the broadcast of new parameters if states are sharded and, with local steps, the seconds of one
-    average of the weights divided by the steps of a round. ``loads`` has the cost of each stage of the pipeline rank.
+    average of the weights that no computation hides, divided by the steps of a round. ``loads`` has the cost of each stage of the pipeline rank.
     With ``hidden``, the time that the next forward waits for transfers of offloaded states is left out.
     """
     ranks = pipeline.ranks(pipeline_rank)
     first = groups_of(profile, ranks)[0]
     seconds = 0.0 if hidden else StageLoad.waiting_seconds(loads.values())
+    count = pipeline.micro_batches(pipeline.global_batch)
+    computing = count * sum(load.compute_seconds for load in loads.values())
     for stage, load in loads.items():
         seconds += load.states.update_seconds
         if pipeline.stages[stage].shard_optimizer:
             link = link_among(first, cluster)
             seconds += broadcast_seconds(load.trained_bytes, len(first), link)
-        seconds += sum(averaging_parts(profile, load.trained_bytes, ranks, cluster))
+        seconds += sum(averaging_parts(profile, load.trained_bytes, ranks, cluster, computing))
     return seconds
 
 

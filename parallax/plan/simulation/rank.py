@@ -385,14 +385,15 @@ class Rank:
         loads = {stage: self._passes(stage, self._rows[0]).load for stage in self._stages}
         states = [load.states for load in loads.values()]
         yield self._core.compute(sum(each.update_seconds for each in states))
+        computing = len(self._rows) * sum(load.compute_seconds for load in loads.values())
         for stage, load in loads.items():
             ranks, mine = self._pipeline.ranks(stage), self._summing(stage)
             if self._pipeline.stages[stage].shard_optimizer and len(mine) > 1:
                 spreading = partial(network.broadcast, mine, load.trained_bytes)
                 gate = f"spread {stage} {self._group} {action.step}"
                 yield network.meet(gate, len(mine), spreading)
-            profile = self._world.profile
-            if profile.local_steps + profile.staleness and len(ranks) > 1:
-                averaging = partial(network.average, profile, ranks, load.trained_bytes)
+            if self._world.profile.local_steps and len(ranks) > 1:
+                size, profile = load.trained_bytes, self._world.profile
+                averaging = partial(network.average, profile, ranks, size, computing)
                 yield network.meet(f"round {stage} {action.step}", len(ranks), averaging)
         self._seconds["update"] += network.simulator.now - start

@@ -17,7 +17,7 @@ from parallax.runtime.optim.nature import Nature, nature_of
 from parallax.runtime.optim.places import ParameterPlace
 from parallax.swap.optimizer.averaging import averaging
 from parallax.swap.optimizer.delaying import delaying
-from parallax.swap.optimizer.outer import Mean, Means, OuterRule, in_rounds
+from parallax.swap.optimizer.outer import FRAGMENT, Mean, Means, OuterRule, in_rounds
 from parallax.swap.weights import stepped_in
 
 Named = Mapping[str, nn.Parameter]
@@ -29,8 +29,8 @@ class OptimizerBuilder:
     ``groups`` are the settings of all parameters, by name. ``dtype`` is the type in which parameters are stepped. If
     ``averages`` is True, the optimizers also average the weights (:mod:`parallax.swap.optimizer.averaging`). With
     ``outer``, their steps are local steps (:mod:`parallax.swap.optimizer.outer`), and ``means`` average over the
-    replicas, if there are several. If ``delays`` is True, they delay updates by one step
-    (:mod:`parallax.swap.optimizer.delaying`).
+    replicas, if there are several; ``fragments`` is the number of parts of the model whose rounds end at different
+    steps. If ``delays`` is True, they delay updates by one step (:mod:`parallax.swap.optimizer.delaying`).
     """
 
     def __init__(
@@ -41,11 +41,13 @@ class OptimizerBuilder:
         *,
         averages: bool = False,
         outer: OuterRule | None = None,
+        fragments: int = 1,
         delays: bool = False,
     ) -> None:
         self.config, self.groups, self._dtype = config, groups, dtype
         self.averages, self.outer, self.delays = averages, outer, delays
         self.means: Means | None = None
+        self._fragments = groups.fragments(fragments)
         self._numbers = {group_key(s): n for n, (s, _) in enumerate(groups.shapes())}
 
     @classmethod
@@ -56,6 +58,7 @@ class OptimizerBuilder:
         *,
         averages: bool = False,
         outer: OuterRule | None = None,
+        fragments: int = 1,
         delays: bool = False,
     ) -> OptimizerBuilder:
         """Return the builder for the trained parameters of ``model``. The other arguments are those of the
@@ -63,7 +66,15 @@ class OptimizerBuilder:
         dtypes = [p.dtype for p in model.parameters() if p.requires_grad]
         dtype = stepped_in(dtypes[0]) if dtypes else torch.float32
         groups = ParameterGroups.of(config, model)
-        return cls(config, groups, dtype, averages=averages, outer=outer, delays=delays)
+        return cls(
+            config,
+            groups,
+            dtype,
+            averages=averages,
+            outer=outer,
+            fragments=fragments,
+            delays=delays,
+        )
 
     @classmethod
     def over(
@@ -89,6 +100,8 @@ class OptimizerBuilder:
         for name, parameter in named.items():
             if parameter.requires_grad:
                 settings = self.groups.settings(name)
+                if fragment := self._fragments[name]:
+                    settings = {**settings, FRAGMENT: fragment}
                 group = groups.setdefault(group_key(settings), {**settings, "params": []})
                 group["params"].append(parameter)
         if not groups:

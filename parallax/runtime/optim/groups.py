@@ -105,6 +105,18 @@ class ParameterGroups:
         """Return the settings of the parameter ``name`` that differ from those of the whole optimizer."""
         return self._settings[name]
 
+    def fragments(self, count: int) -> dict[str, int]:
+        """Divide the parameters into ``count`` fragments, and return the index of each one's fragment.
+
+        In the order of the model, each parameter is added to the smallest fragment. So the division does not depend on
+        the plan, and the parameters of every stage are divided about equally too.
+        """
+        found, sizes = dict[str, int](), [0] * count
+        for name, place in self._places.items():
+            found[name] = fragment = sizes.index(min(sizes))
+            sizes[fragment] += torch.Size(place.shape).numel()
+        return found
+
     def summaries(self) -> list[GroupSummary]:
         """Return the groups, in the order of their first parameters."""
         found: dict[str, list[ParameterPlace]] = {}

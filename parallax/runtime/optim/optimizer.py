@@ -17,7 +17,7 @@ from parallax.runtime.stage import Stream, first_offloaded
 from parallax.swap.optimizer.averaging import AVERAGE, set_share
 from parallax.swap.optimizer.delaying import PREVIOUS, VERSION, set_exchanges
 from parallax.swap.optimizer.host import Exchange, HostOptimizer, owns
-from parallax.swap.optimizer.outer import OUTER_STATES, Mean, set_ends_round
+from parallax.swap.optimizer.outer import OUTER_STATES, FragmentExchanges, Mean, set_exchanged
 from parallax.swap.statistics import SwapStatistics
 from parallax.swap.stores.store import Store
 
@@ -173,21 +173,21 @@ class StageOptimizer:
                 set_exchanges(optimizer, False)
 
     def _step_without_gradients(self) -> None:
-        """Run the optimizers' ``step`` in the mode that their settings select: to exchange weights with states, or to
-        end a round."""
+        """Run the optimizers' ``step`` in the mode that their settings select: to exchange weights with states, or
+        with replicas."""
         self._host.finish()
         self._copies.synchronize()  # the host's copies of weights are written next
         self._on_device.step(())
         if self._offloaded:
             self._host.commit()
 
-    def end_round(self) -> None:
-        """End a round of local steps: average the weights over the replicas, or step them by the outer optimizer."""
+    def exchange_fragments(self, exchanges: FragmentExchanges) -> None:
+        """Average weights over the replicas, or step them by the outer optimizer, fragment by fragment."""
         for optimizer in (self._on_device.optimizer, self._host.optimizer):
-            set_ends_round(optimizer, True)
+            set_exchanged(optimizer, exchanges)
         self._step_without_gradients()
         for optimizer in (self._on_device.optimizer, self._host.optimizer):
-            set_ends_round(optimizer, False)
+            set_exchanged(optimizer, None)
 
     def _set_share(self, share: float | None) -> None:
         if self._builder.averages:

@@ -12,8 +12,16 @@ from parallax.plan.plan import Plan
 from parallax.runtime.replicas.compress import COMPRESSIONS, SHORT
 from parallax.swap.optimizer.outer import OuterRule
 
-SYNCHRONOUS, LOCAL, ASYNCHRONOUS = "synchronous", "local", "asynchronous"
-_OF_LOCAL = "sync_every", "groups", "outer_lr", "outer_momentum", "outer_compress"
+SYNCHRONOUS, LOCAL = "synchronous", "local"
+_OF_LOCAL = (
+    "sync_every",
+    "groups",
+    "fragments",
+    "fragment_delay",
+    "outer_lr",
+    "outer_momentum",
+    "outer_compress",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +38,10 @@ class ReplicasConfig:
     group sum their gradients in every step. With auto, each replica steps alone. ``outer_lr``, ``outer_momentum``: the
     learning rate and the Nesterov momentum of the outer optimizer, which is SGD. With 1 and 0, all replicas take the
     mean; DiLoCo uses 0.7 and 0.9. ``outer_compress``: the number format in which the changes of the weights are
-    exchanged: none, or fp16 or bf16 for half the bytes.
+    exchanged: none, or fp16 or bf16 for half the bytes. ``fragments``: the number of parts of the model that are
+    exchanged at different steps of a round, each once, so that less is exchanged at a time. ``fragment_delay``: the
+    steps that go on while a fragment is exchanged. When its exchange ends, each replica keeps the progress that it has
+    made meanwhile. This hides the exchange, and needs memory for two copies of the fragment.
 
     ``compress``: the form in which gradients are summed over the replicas of a stage. none is exact. fp16 and bf16
     halve the size of all-reduces (fp16 loses gradients below 6e-8). powersgd approximates each matrix by a product of
@@ -49,6 +60,8 @@ class ReplicasConfig:
     staleness: int = 1
     sync_every: int = 50
     groups: int | str = AUTO
+    fragments: int = 1
+    fragment_delay: int = 0
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
     outer_compress: str = "none"
@@ -61,6 +74,8 @@ class ReplicasConfig:
         check_positive("replicas.staleness", self.staleness, zero=True)
         check_positive("replicas.sync_every", self.sync_every)
         check_count("replicas.groups", self.groups)
+        check_positive("replicas.fragments", self.fragments)
+        check_positive("replicas.fragment_delay", self.fragment_delay, zero=True)
         check_positive("replicas.outer_lr", self.outer_lr)
         if not 0 <= self.outer_momentum < 1:
             raise ConfigError(
@@ -82,6 +97,15 @@ class ReplicasConfig:
         if self.asynchronous:
             self._check_asynchronous()
         if self.mode == LOCAL:
+            for key, most in (
+                ("fragments", self.sync_every),
+                ("fragment_delay", self.sync_every - 1),
+            ):
+                if getattr(self, key) > most:
+                    raise ConfigError(
+                        f"replicas.{key}={getattr(self, key)}: at most {most} in rounds of {self.sync_every} steps "
+                        "(replicas.sync_every)"
+                    )
             if self.compress != "none":
                 raise ConfigError(
                     f"replicas.compress={self.compress}: local replicas exchange no gradients; use "
@@ -221,11 +245,12 @@ class ReplicasConfig:
         skipped steps. ``drops`` is True if steps may be skipped.
         """
         most = max(stage.replicas for stage in plan.stages)
-        planned, wanted = plan.local_steps, self.local_steps
-        if (planned, plan.local_groups) != (wanted, self.local_groups):
+        planned = plan.local_steps, plan.local_groups, plan.fragments, plan.fragment_delay
+        wanted = self.local_steps, self.local_groups, self.fragments, self.fragment_delay
+        if planned != wanted:
             raise PlanError(
-                f"the plan is for {_rounds(planned, plan.local_groups)}, and replicas.mode={self.mode} is for "
-                f"{_rounds(wanted, self.local_groups)}: plan again with these settings"
+                f"the plan is for {_rounds(*planned)}, and replicas.mode={self.mode} is for {_rounds(*wanted)}: plan "
+                "again with these settings"
             )
         if plan.staleness != self.staleness_bound:
             raise PlanError(
@@ -260,9 +285,10 @@ class ReplicasConfig:
             )
 
 
-def _rounds(local_steps: int, groups: int) -> str:
+def _rounds(local_steps: int, groups: int, fragments: int, delay: int) -> str:
     if not local_steps:
         return "gradients summed in every step"
-    return (
-        f"rounds of {local_steps} local steps of {f'{groups} groups' if groups else 'each replica'}"
-    )
+    who = f"{groups} groups" if groups else "each replica"
+    parts = f", fragments={fragments}" if fragments > 1 else ""
+    late = f", fragment_delay={delay}" if delay else ""
+    return f"rounds of {local_steps} local steps of {who}{parts}{late}"

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from parallax.swap.optimizer.averaging import SHARE
-from parallax.swap.optimizer.outer import ENDS_ROUND
 
 _OF_GROUP = "group."
 _TYPES: dict[str, tuple[type, torch.dtype]] = {
@@ -28,8 +27,7 @@ _TYPES: dict[str, tuple[type, torch.dtype]] = {
 class GroupCounters:
     """The numbers in the parameter groups of ``optimizer`` that its own steps change.
 
-    The settings that are set before each step are excluded: the learning rate, the share of averaged weights, and
-    whether the step ends a round.
+    The settings that are set before each step are excluded: the learning rate and the share of averaged weights.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -86,9 +84,7 @@ def as_tensors(states: Mapping[str, Any], counters: Mapping[str, Any]) -> dict[s
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     kinds = tuple(kind for kind, _ in _TYPES.values())
-    return {
-        k: v for k, v in group.items() if k not in ("lr", SHARE, ENDS_ROUND) and type(v) in kinds
-    }
+    return {k: v for k, v in group.items() if k not in ("lr", SHARE) and type(v) in kinds}
 
 
 def _parts(key: str) -> tuple[str, str | None]:

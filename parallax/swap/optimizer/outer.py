@@ -13,29 +13,60 @@ Low-Communication Training of Language Models", algorithm 1.
 
 The weights at the begin of the round and the momentum are two more optimizer states of each parameter. So they are
 offloaded, saved and counted like all other states, in the precision of the master weights.
+
+The parameters may be divided into fragments, whose rounds end at different steps (Douillard et al. 2025, "Streaming
+DiLoCo with overlapping communication: Towards a Distributed Free Lunch"). And local steps may go on while a fragment is
+exchanged. When the exchange ends, the progress of the replica since its begin is kept::
+
+    weights = weights that the rule gives + (weights now − weights at the begin of the exchange)
+
+For mean weights, this is the rule of Shen et al. 2019, "Faster Distributed Deep Net Training: Computation and
+Communication Decoupled Stochastic Gradient Descent". Streaming DiLoCo interpolates between the two weights instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 ROUND_START, OUTER_MOMENTUM = "outer_weights", "outer_momentum"  # keys of states
 OUTER_STATES = ROUND_START, OUTER_MOMENTUM
-ENDS_ROUND = "ends_round"
-"""Key of a parameter group: whether the step only ends a round."""
+EXCHANGED = "exchanged_fragments"
+"""Key of a parameter group: None, or the :class:`FragmentExchanges` that the step makes instead of a local step."""
+FRAGMENT = (
+    "fragment"  # key of a parameter group: the index of its parameters' fragment, 0 if it has none
+)
+_UNDER_WAY = "exchanges_under_way"
+"""Key in the state of an optimizer: the :class:`_Averaged` runs of each fragment whose exchange has begun."""
 _RUN_BYTES = (
     4 * 2**20
 )  # weights that are averaged at one time; the plan's reserve of a device is larger
 
-Mean = Callable[[Tensor], None]
-"""A function that replaces a tensor of one dimension by its mean over the replicas. All replicas call it, in the same
-order."""
+Mean = Callable[[Tensor], Callable[[], None]]
+"""A function that begins to replace a tensor of one dimension by its mean over the replicas, and returns a function
+that waits for the mean. All replicas call both, in the same order."""
+
+
+class FragmentExchanges(NamedTuple):
+    """Fragments whose exchange between the replicas begins in a step, and fragments whose exchange ends in it. If a
+    fragment is in both, all of its exchange happens in the step."""
+
+    begun: Collection[int]
+    ended: Collection[int]
+
+
+class _Averaged(NamedTuple):
+    """Weights, or their changes, that are being averaged in ``flat``, and the weights at the begin of the exchange,
+    unless the exchange ends in the step in which it begins. ``wait()`` waits for the mean."""
+
+    flat: Tensor
+    wait: Callable[[], None]
+    weights: Tensor | None
 
 
 class Means(NamedTuple):
@@ -77,15 +108,14 @@ def in_rounds(optimizer: Optimizer, rule: OuterRule, mean: Mean | None = None) -
     """
     kind: Any = type(optimizer)
     optimizer.__class__ = _local(kind, rule, mean)
-    set_ends_round(optimizer, False)
+    set_exchanged(optimizer, None)
     return optimizer
 
 
-def set_ends_round(optimizer: Optimizer, ends: bool) -> None:
-    """Set what the next steps of ``optimizer`` do. If ``ends`` is True, a step only ends the round, by a step of the
-    outer optimizer. If it is False, a step is an ordinary local step."""
+def set_exchanged(optimizer: Optimizer, exchanges: FragmentExchanges | None) -> None:
+    """Set what the next steps of ``optimizer`` do: only the ``exchanges`` or, with None, a local step."""
     for group in optimizer.param_groups:
-        group[ENDS_ROUND] = ends
+        group[EXCHANGED] = exchanges
 
 
 def _local(kind: Any, rule: OuterRule, mean: Mean | None) -> type[Optimizer]:
@@ -94,10 +124,12 @@ def _local(kind: Any, rule: OuterRule, mean: Mean | None) -> type[Optimizer]:
     class Local(kind):
         @torch.no_grad()
         def step(self, closure: Callable[[], float] | None = None) -> float | None:
-            parameters = [p for group in self.param_groups for p in group["params"]]
-            if any(group[ENDS_ROUND] for group in self.param_groups):
-                _end_round(self, parameters, rule, mean)
+            exchanges: FragmentExchanges | None = self.param_groups[0][EXCHANGED]
+            if exchanges is not None:
+                for fragment in dict.fromkeys((*exchanges.ended, *exchanges.begun)):
+                    _exchange(self, fragment, exchanges, rule, mean)
                 return None
+            parameters = [p for group in self.param_groups for p in group["params"]]
             # Not in the state during the step: optimizers take a parameter without states for one that is new.
             kept = [_taken(self.state.get(p, {}), p, rule) for p in parameters]
             loss: float | None = step(self) if closure is None else step(self, closure)
@@ -121,23 +153,57 @@ def _taken(state: dict[str, Any], parameter: Tensor, rule: OuterRule) -> dict[st
     return found
 
 
-def _end_round(
-    optimizer: Optimizer, parameters: Sequence[nn.Parameter], rule: OuterRule, mean: Mean | None
+def _exchange(
+    optimizer: Optimizer,
+    fragment: int,
+    exchanges: FragmentExchanges,
+    rule: OuterRule,
+    mean: Mean | None,
 ) -> None:
+    """Begin the exchange of the parameters of ``optimizer`` in ``fragment``, or end it, or both."""
+    groups = [group for group in optimizer.param_groups if group.get(FRAGMENT, 0) == fragment]
+    parameters = [parameter for group in groups for parameter in group["params"]]
     known = [optimizer.state.get(parameter, {}) for parameter in parameters]
     if any(key not in state for state in known for key in rule.states):
         return  # every step since the start of the run was skipped, so all weights are equal
     columns = [[p.detach() for p in parameters]]
     columns += [[state[key] for state in known] for key in rule.states]
-    for run in _runs(columns):
-        weights, *outer = run
-        flat = _joined(weights if not outer else [a - w for a, w in zip(outer[0], weights)])
-        if mean is not None:
-            mean(flat)
-        for piece, values, *states in zip(
-            flat.split([w.numel() for w in weights]), weights, *outer
-        ):
-            values.copy_(_stepped(piece.view(values.shape), states, rule))
+    state: dict[Any, Any] = optimizer.state
+    begins, ends = fragment in exchanges.begun, fragment in exchanges.ended
+    begun: Iterable[_Averaged] = (_begun(run, mean, keeps=not ends) for run in _runs(columns))
+    if not ends:
+        state.setdefault(_UNDER_WAY, {})[fragment] = [*begun]
+        return
+    if not begins:
+        begun = state.get(_UNDER_WAY, {}).pop(fragment, ())
+    for averaged, run in zip(begun, _runs(columns)):
+        _end(averaged, run, rule)
+
+
+def _begun(run: Sequence[Sequence[Tensor]], mean: Mean | None, *, keeps: bool) -> _Averaged:
+    """Begin to average the weights of ``run`` or, with states, the changes of the weights. If ``keeps`` is True, copy
+    the weights."""
+    weights, *outer = run
+    flat = _joined(weights if not outer else [a - w for a, w in zip(outer[0], weights)])
+    copies = _joined(weights) if keeps else None
+    return _Averaged(flat, _no_wait if mean is None else mean(flat), copies)
+
+
+def _no_wait() -> None:
+    """No-op: there is a single replica."""
+
+
+def _end(averaged: _Averaged, run: Sequence[Sequence[Tensor]], rule: OuterRule) -> None:
+    averaged.wait()
+    weights, *outer = run
+    sizes = [each.numel() for each in weights]
+    kept = None if averaged.weights is None else averaged.weights.split(sizes)
+    for n, (piece, values, *states) in enumerate(zip(averaged.flat.split(sizes), weights, *outer)):
+        found = _stepped(piece.view(values.shape), states, rule)
+        if kept is None:
+            values.copy_(found)
+        else:
+            values.sub_(kept[n].view(values.shape)).add_(found)
 
 
 def _stepped(found: Tensor, states: Sequence[Tensor], rule: OuterRule) -> Tensor:
