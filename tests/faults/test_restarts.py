@@ -107,11 +107,16 @@ def test_a_rank_is_killed_wherever_it_is(here: Path, called: Called) -> None:
 
 
 @pytest.mark.faults
-def test_local_steps_are_repeated_after_kills(here: Path, called: Called) -> None:
+@pytest.mark.parametrize(("fragments", "delay"), [(1, 0), (2, 1)])
+def test_local_steps_are_repeated_after_kills(
+    here: Path, called: Called, fragments: int, delay: int
+) -> None:
     """Within a round replicas have different weights, of which a checkpoint has none: it waits for the round's end."""
     settings = [
         "replicas=diloco",
         "replicas.sync_every=4",
+        f"replicas.fragments={fragments}",
+        f"replicas.fragment_delay={delay}",
         "trainer.checkpoint_every=3",
         f"trainer.steps={STEPS}",
         "trainer.max_restarts=3",
@@ -124,7 +129,9 @@ def test_local_steps_are_repeated_after_kills(here: Path, called: Called) -> Non
             *settings,
             name=name,
             replicas=(2,),
-            plan=lambda plan: replace(plan, local_steps=4),
+            plan=lambda plan: replace(
+                plan, local_steps=4, fragments=fragments, fragment_delay=delay
+            ),
         )
         code, _, err = called("train", "--run-dir", str(run))
         assert code == 0, err
