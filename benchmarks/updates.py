@@ -38,14 +38,19 @@ LION, SGD = (
 )
 DELAYED = ("trainer.updates=delayed",)
 CORRECTED = (*DELAYED, "optimizer.delay_correction=true")
+DILOCO = ("replicas=diloco", "replicas.sync_every=50")
 RULES: dict[str, tuple[str, ...]] = {
     "synchronous": (),
     "local SGD, 10 steps": ("replicas=local", "replicas.sync_every=10"),
     "local SGD, 50 steps": ("replicas=local", "replicas.sync_every=50"),
     "DiLoCo, 10 steps": ("replicas=diloco", "replicas.sync_every=10"),
-    "DiLoCo, 50 steps": ("replicas=diloco", "replicas.sync_every=50"),
-    "asynchronous, s=1": ("replicas=asynchronous", "replicas.staleness=1"),
-    "asynchronous, s=4": ("replicas=asynchronous", "replicas.staleness=4"),
+    "DiLoCo, 50 steps": DILOCO,
+    "DiLoCo, 50 steps, 5 fragments": (*DILOCO, "replicas.fragments=5"),
+    "DiLoCo, 50 steps, 5 fragments, delay 5": (
+        *DILOCO,
+        "replicas.fragments=5",
+        "replicas.fragment_delay=5",
+    ),
     "delayed": DELAYED,
     "delayed, corrected": CORRECTED,
     "Lion, synchronous": LION,
@@ -228,7 +233,12 @@ def over_links(folder: Path, steps: int) -> dict[str, dict[str, float]]:
     """Return seconds per step, predicted and measured, of both ways over both links."""
     ways = {
         "synchronous": (("replicas=default",), 8),
-        "DiLoCo, 50 steps": (RULES["DiLoCo, 50 steps"], steps),
+        "DiLoCo, 50 steps": (DILOCO, steps),
+        "DiLoCo, 50 steps, 5 fragments": ((*DILOCO, "replicas.fragments=5"), steps),
+        "DiLoCo, 50 steps, 5 fragments, delay 5": (
+            RULES["DiLoCo, 50 steps, 5 fragments, delay 5"],
+            steps,
+        ),
     }
     found: dict[str, dict[str, float]] = {}
     for rate in (FAST, SLOW):
