@@ -330,6 +330,32 @@ def exchanging(case: Case, *_: Any) -> tuple[int, int, int, list[bool]]:
     return found
 
 
+def under_way(case: Case) -> list[int]:
+    """The bytes that exchanges hold after each step."""
+    with tempfile.TemporaryDirectory() as folder:
+        engine, found = case.engine(folder), []
+        state: dict[Any, Any] = engine._optimizer._on_device.optimizer.state
+        for batch in case.batches():
+            engine.step(batch)
+            runs = [run for runs in state.get("exchanges_under_way", {}).values() for run in runs]
+            found.append(sum(run.flat.nbytes + run.weights.nbytes for run in runs))
+        engine.end_round()
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("rule", [DILOCO, LOCAL], ids=["diloco", "local"])
+def test_an_exchange_under_way_holds_two_copies_of_its_fragment(
+    pool: Pool, rule: ReplicasConfig
+) -> None:
+    rule = replace(rule, sync_every=4, fragments=2, fragment_delay=1)
+    case = replace(CASE, together=rule).under((2,))
+    trained = [t for t in plain_blocks(case)[1].values() if t.requires_grad]
+    first, second = (2 * sum(t.nbytes for (t,) in fragment) for fragment in divided([trained], 2))
+    for found in pool.run(under_way, 2, case):
+        assert found == [0, first, 0, second, 0, first]
+
+
 def normed() -> nn.Module:
     return nn.Sequential(
         nn.Embedding(64, 16), nn.Flatten(), nn.BatchNorm1d(256), nn.Linear(256, 1024), Unflatten()

@@ -174,13 +174,12 @@ def load_states(
 ) -> StateLoad:
     """Return the bytes and seconds of parameters of these ``sizes`` in training, on one of ``replicas`` replicas.
 
-    ``split`` means that the schedule splits backwards. ``visits`` says how often each block runs in a step. Offloaded
-    optimizer states are stepped in the tier: gradients are written there, and parameters are read back. If the tier
-    cannot step, the states of three buckets at a time are fetched instead. Offloaded parameters are fetched for each
-    pass, two blocks at a time, and their gradients are added to those in the tier. Replicas together hold one copy of
-    offloaded states, unless the parameters are offloaded too or replicas take local steps, and one copy of resident
-    states if these are sharded. The fractions ``offload`` do not determine which trained parameters are offloaded, so
-    the maximum is counted on the device and in the tier.
+    ``split``: the schedule splits backwards. ``visits``: how often each block runs in a step. Offloaded optimizer
+    states are stepped in the tier: gradients are written there, and parameters are read back. If the tier cannot step,
+    the states of three buckets at a time are fetched instead. Offloaded parameters are fetched for each pass, two
+    blocks at a time, and their gradients are added to those in the tier. Replicas together hold one copy of offloaded
+    states, unless the parameters are offloaded too or replicas take local steps, and one copy of resident states if
+    these are sharded. Any trained parameters may be those that are offloaded, so device and tier count the maximum.
     """
     per_byte = profile.optimizer_bytes + profile.master_bytes
     states = math.ceil(sizes.trained * per_byte)
@@ -194,34 +193,32 @@ def load_states(
     fetched = 0 if steps else math.ceil(3 * _state_bucket_bytes(profile, sizes) * per_byte)
     rounding = _rounding_bytes(profile, sizes, states - lower if lower else 0, streamed, gone)
     stepped = offload.optimizer * sizes.trained
-    beside = _exchange_bytes(profile, stepped) if steps else 0
-    # Offloaded parameters are copied both ways in any case.
-    moving = max(0.0, stepped - sizes.least_trained(streamed))
+    moving = max(0.0, stepped - sizes.least_trained(streamed))  # the others are copied anyway
     passing = math.ceil(_host_staging_bytes(profile, sizes, moving)) if steps else 0
+    passing += _exchange_bytes(profile, stepped * steps)
     bucket = device.bucket_bytes if together > 1 else 0
     passing += _rewriting_bytes(profile, sizes, streamed, visiting, bucket)
     mine = lower if streamed else shard_bytes(lower, largest, together)
     pages = (mine + streamed + gone) // 128  # every allocation in a store starts at a page
     here = (sizes.trained - stepped) * _step_share(profile, upper / max(1, states - lower))
     streaming = device.read.seconds((1 + visits.backward) * streamed) + device.write.seconds(gone)
-    adding = _adding_seconds(profile, device, gone if visits.again else 0)
     return StateLoad(
         parameter_bytes=sizes.parameters - streamed,
         gradient_bytes=math.ceil(sizes.trained * profile.gradient_bytes) - surely_gone,
         optimizer_bytes=optimizer,
         master_bytes=upper - optimizer,
-        exchange_bytes=_exchange_bytes(profile, sizes.trained - (stepped if steps else 0)),
+        exchange_bytes=_exchange_bytes(profile, sizes.trained - stepped * steps),
         staging_bytes=visiting + min(lower, fetched),
         most_staging_bytes=window + fetched,
         summing_bytes=_summing_bytes(profile, sizes, gone, bucket, split=split)
         + _owner_bytes(profile, sizes, device, replicas),
         most_summing_bytes=math.inf if split or profile.staleness else 2 * bucket,
         communicator_bytes=_groups(replicas, together, gone) * device.collective_bytes,
-        host_bytes=mine + rounding + streamed + gone + pages + passing + beside,
+        host_bytes=mine + rounding + streamed + gone + pages + passing,
         read_bytes=math.ceil(streamed / visits.micro_batches),
         written_bytes=math.ceil(gone / visits.micro_batches),
         streaming_seconds=streaming / visits.micro_batches,
-        adding_seconds=adding / visits.micro_batches,
+        adding_seconds=_adding_seconds(profile, device, gone * visits.again) / visits.micro_batches,
         update_seconds=_update_seconds(profile, device, here, stepped, moving),
         ahead_seconds=_ahead_seconds(profile, device, stepped, stepped - moving),
     )
