@@ -312,6 +312,13 @@ def test_replicas_exchange_nothing_within_a_round(pool: Pool) -> None:
             assert all_reduces == 0
             assert differs == [True, False] * 3
             assert sent == 3 * numbers * size
+        divided = replace(rule, fragments=2, fragment_delay=1)
+        for sent, numbers, all_reduces, differs in pool.run(
+            exchanging, 2, replace(case, together=divided)
+        ):
+            assert all_reduces == 0
+            assert all(differs)
+            assert sent == 3 * numbers * size
 
 
 def exchanging(case: Case, *_: Any) -> tuple[int, int, int, list[bool]]:
