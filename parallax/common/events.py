@@ -129,6 +129,15 @@ def busy_by_rank(spans: Iterable[Span]) -> dict[int, float]:
     return {rank: statistics.median(steps.values()) for rank, steps in found.items()}
 
 
+def idle_fraction(spans: Sequence[Span], step_seconds: float) -> float:
+    """Return the idle fraction of a pipeline whose steps overlap: 1 − compute seconds / (ranks × seconds of a step).
+
+    ``spans`` are the actions of each rank between two updates. Other steps are measured by :func:`bubble_fraction`.
+    """
+    ranks = len({span.rank for span in spans if span.kind in COMPUTES})
+    return max(0.0, 1.0 - busy_seconds(spans) / (ranks * step_seconds)) if step_seconds > 0 else 0.0
+
+
 def bubble_fraction(spans: Sequence[Span]) -> float:
     """Return the idle fraction of the pipeline: 1 − compute seconds / (ranks × seconds from first to last compute).
 

@@ -20,8 +20,8 @@ class PlanConfig:
 
     ``stages``: pipeline stages.
     ``replicas``: a number for every stage, or one per stage such as ``[1, 2]``.
-    ``schedule``: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, breadth-first, or one of your own as
-        ``package.module:function`` (:func:`parallax.register_schedule`).
+    ``schedule``: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, breadth-first, 2bw with ``trainer.updates=delayed``, or
+        one of your own as ``package.module:function`` (:func:`parallax.register_schedule`).
     ``interleave``: virtual stages per pipeline rank, for a schedule that supports several.
     ``group``: with the breadth-first schedule, the number of micro-batches that each block computes before the next
         block begins. Offloaded weights are read once per group.

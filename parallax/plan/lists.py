@@ -8,8 +8,18 @@ from parallax.plan.plan import Pipeline
 from parallax.plan.schedule import Action, Kind
 
 
-def actions(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -> list[Action]:
+def actions(
+    pipeline: Pipeline,
+    pipeline_rank: int,
+    micro_batches: int,
+    *,
+    begun: bool = False,
+    continues: bool = False,
+) -> list[Action]:
     """Return all actions of one training step for the ranks of ``pipeline_rank``.
+
+    If ``continues`` is True, the list also begins the next step, whose actions have ``step`` 1. If ``begun`` is True,
+    the list of the last step has begun this step. Both need a schedule that continues over steps.
 
     The list ends with one reduce and one update for all stages of the pipeline rank. If a stage offloads activations,
     each backward is prepared by a FETCH, which starts to read the offloaded activations. The FETCH comes right after
@@ -21,6 +31,8 @@ def actions(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -> list[
 
         R0 F0 S0 | R1 F1 S1 L0 | R0 B0 S0 | R2 F2 S2 L1 | R1 B1 S1 | ...
     """
+    if begun or continues:
+        return _overlapping(pipeline, pipeline_rank, micro_batches, begun, continues)
     offload = any(pipeline.stages[stage].offloads for stage in pipeline.stages_of(pipeline_rank))
     listed = _compute_order(pipeline, pipeline_rank, micro_batches)
     following: list[Action | None] = [*listed[1:], None]
@@ -30,6 +42,28 @@ def actions(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -> list[
         if offload and after is not None and after.kind is Kind.BACKWARD:
             result.append(replace(after, kind=Kind.FETCH))
     return [*result, Action(Kind.REDUCE, pipeline_rank), Action(Kind.UPDATE, pipeline_rank)]
+
+
+def _overlapping(
+    pipeline: Pipeline, pipeline_rank: int, micro_batches: int, begun: bool, continues: bool
+) -> list[Action]:
+    """Return the actions of a step that overlaps with the step before it or after it.
+
+    Both lists are parts of one order of forwards and backwards over all steps. Pipeline rank ``i`` updates after it has
+    computed ``i`` backwards of the next step. By then the first pipeline rank, which is the last one to know its
+    gradients, has ended its backwards, because each rank passes a gradient on before it computes the next pair.
+    """
+    order = _compute_order(pipeline, pipeline_rank, 2 * micro_batches)
+    first = pipeline.pipeline_ranks - 1 + pipeline_rank  # actions of a step within the last list
+    result: list[Action] = []
+    for each in order[first if begun else 0 : first + 2 * micro_batches]:
+        later, micro = divmod(each.micro, micro_batches)
+        if later and not continues:
+            continue
+        result += _with_messages(pipeline, replace(each, micro=micro, step=later))
+        if each.kind is Kind.BACKWARD and each.micro == micro_batches - 1:
+            result.append(Action(Kind.REDUCE, pipeline_rank))
+    return [*result, Action(Kind.UPDATE, pipeline_rank)]
 
 
 def evaluation_actions(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -> list[Action]:
@@ -47,10 +81,25 @@ def evaluation_actions(pipeline: Pipeline, pipeline_rank: int, micro_batches: in
     return [each for action in forwards for each in _with_messages(pipeline, action)]
 
 
-def task_actions(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -> list[Action]:
-    """Return all actions of one step of the pipeline's task, for the ranks of ``pipeline_rank``."""
-    listed = actions if pipeline.task.trains else evaluation_actions
-    return listed(pipeline, pipeline_rank, micro_batches)
+def task_actions(
+    pipeline: Pipeline, pipeline_rank: int, micro_batches: int, steps: int = 1
+) -> list[Action]:
+    """Return all actions of ``steps`` steps of the pipeline's task, for the ranks of ``pipeline_rank``. If the schedule
+    continues over steps, the list also begins one more step."""
+    if not pipeline.task.trains:
+        return evaluation_actions(pipeline, pipeline_rank, micro_batches)
+    continues = pipeline.overlaps(micro_batches)
+    return [
+        replace(each, step=step + each.step)
+        for step in range(steps)
+        for each in actions(
+            pipeline,
+            pipeline_rank,
+            micro_batches,
+            begun=continues and step > 0,
+            continues=continues,
+        )
+    ]
 
 
 def _compute_order(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -> list[Action]:

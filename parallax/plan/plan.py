@@ -205,11 +205,13 @@ class Visits(NamedTuple):
     ``micro_batches``  number of micro-batches per visit
     ``again``          the block is visited several times in a step, so offloaded gradients are read back to be summed
     ``backward``       a backward follows, which fetches offloaded parameters again
+    ``continues``      backwards of the next step precede the update, so there is a second set of gradients
     """
 
     micro_batches: int = 1
     again: bool = True
     backward: bool = True
+    continues: bool = False
 
 
 EACH_MICRO_BATCH = Visits()
@@ -225,7 +227,7 @@ def visits_of(
     begins, so a visit computes a single micro-batch.
     """
     run = schedule.run_length(micro_batches) if alone else 1
-    return Visits(run, run < micro_batches, task.trains)
+    return Visits(run, run < micro_batches, task.trains, schedule.continues and task.trains)
 
 
 def boundaries_held(schedule: Schedule, pipeline_ranks: int, micro_batches: int) -> int:
@@ -271,6 +273,10 @@ class Pipeline:
     def micro_batches(self, rows: int) -> int:
         """Return the number of micro-batches, at most ``rows``, into which a batch of ``rows`` rows is divided."""
         return min(rows, micro_batch_count(rows, self.microbatch))
+
+    def overlaps(self, micro_batches: int) -> bool:
+        """Return whether a step of ``micro_batches`` micro-batches may begin before the last one has ended."""
+        return self.schedule.continues and self.task.trains and micro_batches >= self.pipeline_ranks
 
     def pipeline_rank(self, stage: int) -> int:
         """Return the pipeline rank that holds a stage."""
@@ -373,7 +379,10 @@ class Plan(Pipeline):
                        every step. 0 if each replica steps alone
     ``fragments``      with local steps, number of parts of the weights that are exchanged at different steps of a round
     ``fragment_delay``  number of steps that go on while one part is exchanged
-    ``exchanged_bytes``  with local steps, the bytes per step that a replica of the pipeline exchanges with the others
+    ``exchanged_bytes``  with local steps or asynchronous replicas, the bytes per step that a replica of the pipeline
+                         exchanges with the others
+    ``staleness``      the updates by which the weights of asynchronous replicas may be older than the newest; 0 if
+                       replicas are not asynchronous
     ``updates``        whether gradients are those of the newest weights, or of weights one version older, which every
                        stage holds beside the newest
     ``tier``           name of the offload tier (:mod:`parallax.plan.tier`)
@@ -422,7 +431,7 @@ class Plan(Pipeline):
             )
         object.__setattr__(self, "updates", Updates(self.updates))
         _check_numbers(self, int, "global_batch", "microbatch", "candidates", "interleave")
-        _check_numbers(self, int, "spare_devices", "local_steps", "local_groups")
+        _check_numbers(self, int, "spare_devices", "local_steps", "local_groups", "staleness")
         _check_numbers(self, int, "fragments", "fragment_delay")
         _check_numbers(self, float, "bound_seconds", "exchanged_bytes")
         texts = self.model, self.fingerprint, self.tier, self.schedule.name
@@ -444,6 +453,7 @@ class Plan(Pipeline):
                     f"stage {index} has {stage.replicas} replicas, its pipeline rank has another number"
                 )
         self._check_local_steps()
+        self._check_overlap()
         self._check_staleness()
         moves = self.micro_batches(self.global_batch) * len(self.stages)
         if moves > MOST_MOVES:
@@ -463,6 +473,19 @@ class Plan(Pipeline):
             raise PlanError(
                 "local steps need equally many replicas of every stage and in every group, which have a loss of their "
                 "own, and optimizer states that no other group holds: plan again"
+            )
+
+    def _check_overlap(self) -> None:
+        """Raise :class:`PlanError` if steps overlap and the plan cannot run so."""
+        if not (self.schedule.continues and self.task.trains):
+            return
+        moved = any(s.offloads or s.optimizer_offload or s.shard_optimizer for s in self.stages)
+        few = not self.overlaps(self.micro_batches(self.global_batch))
+        if not self.updates.delays or moved or few or self.gather_loss or self.local_steps:
+            raise PlanError(
+                f"schedule {self.schedule}, under which steps overlap, needs delayed updates, at least as many "
+                "micro-batches as stages, a loss of each micro-batch, and all tensors on the device, not sharded: plan "
+                "again"
             )
 
     def _check_staleness(self) -> None:
@@ -508,7 +531,7 @@ class Plan(Pipeline):
                 )
 
     def summing(self, stage: int) -> int:
-        """Return how many replicas of ``stage`` sum their gradients in every step."""
+        """Return how many replicas of ``stage`` sum their gradients with each other in every step."""
         alone = self.local_steps + self.staleness > 0
         return summing(self.stages[stage].replicas, alone, self.local_groups)
 
@@ -542,9 +565,13 @@ class Plan(Pipeline):
         if self.task.trains:
             del data["task"]
         if not self.local_steps:
-            del data["local_steps"], data["local_groups"], data["exchanged_bytes"]
+            del data["local_steps"], data["local_groups"]
         if not self.local_steps or (self.fragments, self.fragment_delay) == (1, 0):
             del data["fragments"], data["fragment_delay"]
+        if not self.staleness:
+            del data["staleness"]
+        if not self.local_steps + self.staleness:
+            del data["exchanged_bytes"]
         if not self.updates.delays:
             del data["updates"]
         for rank in data["prediction"]["ranks"]:
@@ -642,6 +669,7 @@ class Plan(Pipeline):
             "local_groups",
             "fragments",
             "fragment_delay",
+            "staleness",
             "updates",
             "tier",
         )

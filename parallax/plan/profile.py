@@ -205,8 +205,11 @@ class Utilization:
 
 
 def summing(replicas: int, alone: bool, local_groups: int) -> int:
-    """Return how many of ``replicas`` replicas sum their gradients in every step: all of them or, if they step
-    ``alone`` or are asynchronous, those of one of ``local_groups`` groups. With 0 groups this is each replica."""
+    """Return how many of ``replicas`` replicas sum their gradients with each other in every step.
+
+    These are all replicas or, if they step ``alone`` or are asynchronous, the replicas of one of ``local_groups`` equal
+    groups. With 0 groups each replica is alone, and the result is 1.
+    """
     if not alone:
         return replicas
     return replicas // local_groups if local_groups else 1
@@ -237,6 +240,8 @@ class ModelProfile:
     ``fragments``          with local steps, number of parts of the weights that are exchanged at different steps
     ``fragment_delay``     number of steps that go on while one part is exchanged
     ``synced_bytes``       bytes of one exchange of all weights per byte of trained parameters
+    ``staleness``          the updates by which the weights of asynchronous replicas may be older than the newest; 0 if
+                           replicas are not asynchronous
     ``gathered_rows``      number of rows over which one loss is computed per step; 0 if each micro-batch has its own
                            loss
     ``freeing_slowdown``   factors by which computing slows down if the allocator returns freed memory to the system at
@@ -258,6 +263,7 @@ class ModelProfile:
     optimizer_bytes: float = 2.0
     optimizer_seconds: float = 0.0
     divides: bool = True
+    continues: bool = False
     gradient_bytes: float = 1.0
     master_bytes: float = 0.0
     local_steps: int = 0
@@ -374,8 +380,8 @@ class ModelProfile:
         return self.freeing_slowdown[min(rows.bit_length(), len(self.freeing_slowdown)) - 1]
 
     def summing(self, replicas: int) -> int:
-        """Return how many of ``replicas`` replicas sum their gradients in every step, and can share optimizer
-        states."""
+        """Return how many of ``replicas`` replicas sum their gradients with each other in every step (:func:`summing`).
+        Only these replicas can share optimizer states."""
         return summing(replicas, self.local_steps + self.staleness > 0, self.local_groups)
 
     def unique_parameter_bytes(self, blocks: Sequence[int]) -> int:

@@ -53,6 +53,9 @@ def averaging_parts(
     steps of a round; both are 0 without local steps. Each replica of a group all-reduces a part of the weights with its
     counterparts in the other groups. It then sends the result to the replicas of its own group. The steps that go on
     during the average of a fragment hide it, until the next fragment needs the link.
+
+    For asynchronous replicas, these are the seconds in which the owner of the state receives the gradients of the other
+    replicas and sends them weights, one after another.
     """
     if profile.staleness:
         return _owner_parts(profile, trained_bytes, ranks, cluster)

@@ -115,6 +115,7 @@ def forward_plan(profile: ModelProfile, cluster: Cluster, plan: Plan) -> Plan:
         local_groups=0,
         fragments=1,
         fragment_delay=0,
+        staleness=0,
         updates=Updates.SYNCHRONOUS,
         alternatives=(),
     )

@@ -181,7 +181,7 @@ def load_states(
     states, unless the parameters are offloaded too or replicas take local steps, and one copy of resident states if
     these are sharded. Any trained parameters may be those that are offloaded, so device and tier count the maximum.
     """
-    per_byte = profile.optimizer_bytes + profile.master_bytes
+    per_byte, sets = profile.optimizer_bytes + profile.master_bytes, 1 + visits.continues
     states = math.ceil(sizes.trained * per_byte)
     lower = math.floor(states * offload.optimizer)
     together, largest = profile.summing(replicas), sizes.parameter * per_byte
@@ -193,18 +193,17 @@ def load_states(
     fetched = 0 if steps else math.ceil(3 * _state_bucket_bytes(profile, sizes) * per_byte)
     rounding = _rounding_bytes(profile, sizes, states - lower if lower else 0, streamed, gone)
     stepped = offload.optimizer * sizes.trained
-    moving = max(0.0, stepped - sizes.least_trained(streamed))  # the others are copied anyway
-    passing = math.ceil(_host_staging_bytes(profile, sizes, moving)) if steps else 0
-    passing += _exchange_bytes(profile, stepped * steps)
+    moving = max(0.0, stepped - sizes.least_trained(streamed))  # the others move in any case
     bucket = device.bucket_bytes if together > 1 else 0
-    passing += _rewriting_bytes(profile, sizes, streamed, visiting, bucket)
+    passing = _rewriting_bytes(profile, sizes, streamed, visiting, bucket)
+    passing += steps * _copied_bytes(profile, sizes, moving, stepped)
     mine = lower if streamed else shard_bytes(lower, largest, together)
     pages = (mine + streamed + gone) // 128  # every allocation in a store starts at a page
     here = (sizes.trained - stepped) * _step_share(profile, upper / max(1, states - lower))
     streaming = device.read.seconds((1 + visits.backward) * streamed) + device.write.seconds(gone)
     return StateLoad(
         parameter_bytes=sizes.parameters - streamed,
-        gradient_bytes=math.ceil(sizes.trained * profile.gradient_bytes) - surely_gone,
+        gradient_bytes=sets * math.ceil(sizes.trained * profile.gradient_bytes) - surely_gone,
         optimizer_bytes=optimizer,
         master_bytes=upper - optimizer,
         exchange_bytes=_exchange_bytes(profile, sizes.trained - stepped * steps),
@@ -222,6 +221,13 @@ def load_states(
         update_seconds=_update_seconds(profile, device, here, stepped, moving),
         ahead_seconds=_ahead_seconds(profile, device, stepped, stepped - moving),
     )
+
+
+def _copied_bytes(profile: ModelProfile, sizes: Sizes, moving: float, stepped: float) -> int:
+    """Return the bytes of host memory beside the states of ``stepped`` bytes of parameters that the host steps, of
+    which ``moving`` bytes are copied from the device and back."""
+    staged = math.ceil(_host_staging_bytes(profile, sizes, moving))
+    return staged + _exchange_bytes(profile, stepped)
 
 
 def _exchange_bytes(profile: ModelProfile, trained: float) -> int:

@@ -33,12 +33,14 @@ class Ramp:
     The formula is in :mod:`parallax.plan.search.request`.
 
     ``weight_savings``  seconds by which each second of a weight-gradient pass shortens this time
+    ``drains``          whether the pipeline drains between steps
     ``ahead``           number of additional forwards that a pipeline rank can run for each later pipeline rank, while
                         its first micro-batch is on the later pipeline ranks
     """
 
     weight_savings: int = 0
     ahead: int = 1
+    drains: bool = True
 
     def left(self, weight_share: float, interleave: int) -> float:
         """Return the time to fill and drain the pipeline, as a fraction of the seconds per micro-batch of all pipeline
@@ -47,6 +49,8 @@ class Ramp:
         ``weight_share`` is the fraction of these seconds in weight-gradient passes. ``interleave`` is the number of
         virtual stages per pipeline rank, which divides the time.
         """
+        if not self.drains:
+            return 0.0
         return max(0.0, 1 - self.weight_savings * weight_share) / interleave
 
 
@@ -60,6 +64,7 @@ class Schedule:
                             the next stage of the same pipeline rank computes. It has the size of a group as a fifth
                             argument. By default each block is then a virtual stage.
     ``group``               number of micro-batches in a group of ``grouping``; 0 for all of them (:meth:`with_group`)
+    ``continues``           the next step begins before this step has ended, which needs delayed updates
     ``splits``              backwards are split into input-gradient and weight-gradient passes
     ``interleaves``         the numbers of virtual stages per pipeline rank to try
     ``interleaves_freely``  other numbers of virtual stages are allowed, too
@@ -81,6 +86,7 @@ class Schedule:
     ordering: Ordering | None = None
     grouping: Grouping | None = None
     group: int = 0
+    continues: bool = False
     splits: bool = False
     interleaves: tuple[int, ...] = (1,)
     interleaves_freely: bool = False

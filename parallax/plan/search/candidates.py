@@ -219,6 +219,8 @@ class _Found:
     def add(self, candidate: Candidate) -> None:
         """Time a candidate in all placements of its ranks, and predict those in full that may be faster than
         the best."""
+        if not self._request.executes(candidate.shape, candidate.stages):
+            return
         for timed in timed_placements(self._request, candidate):
             if timed.seconds <= self.best * NEAR:
                 self.timed.append(timed)

@@ -96,6 +96,8 @@ class ExactSearch:
                 break
             for partial in self._pipelines(shape, limit, plain):
                 plans = tuple(choice.plan for choice in partial.stages)
+                if not self.request.executes(shape, plans):
+                    continue
                 score = self.request.score(
                     shape, partial.slowest, partial.total, partial.tail, partial.work
                 )

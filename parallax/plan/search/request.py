@@ -37,11 +37,13 @@ from parallax.plan.plan import (
 from parallax.plan.profile import ModelProfile
 from parallax.plan.rows import fewest_rows, micro_batch_count
 from parallax.plan.schedule import Schedule
+from parallax.plan.schedule.double_buffered import DOUBLE_BUFFERED
 from parallax.plan.schedule.gpipe import GPIPE
 from parallax.plan.schedule.one_forward import ONE_FORWARD_ONE_BACKWARD
 from parallax.plan.search.contradiction import check_counted_loss
 from parallax.plan.search.exact_stage import StageSetting
 from parallax.plan.task import PlanTask
+from parallax.plan.updates import Updates
 
 ROUNDING = 1 - 1e-9  # keeps a lower bound below the exact value despite rounding errors
 ORDERS_TRIED = 24  # permutations of the kinds of devices that are tried
@@ -111,7 +113,7 @@ class Request:
     ``order`` lists the devices in the order in which pipelines use them; None means ascending order. ``swap`` says
     whether plans may offload. ``gather_loss`` restricts the search to schedules under which one loss can be computed
     over all rows. ``idle`` permits replicas without rows. Use it if the ranks have already started, and no plan has
-    rows for all of them.
+    rows for all of them. ``updates`` is recorded in the plan.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class Request:
         gather_loss: bool = False,
         idle: bool = False,
         order: tuple[int, ...] | None = None,
+        updates: Updates = Updates.SYNCHRONOUS,
         task: PlanTask = PlanTask.TRAINING,
     ) -> None:
         check_count("trainer.microbatch", microbatch)
@@ -134,10 +137,12 @@ class Request:
         check_count("trainer.global_batch", global_batch)
         self.profile, self.cluster, self.config = profile, cluster, config
         self.global_batch, self.microbatch, self.gather_loss = global_batch, microbatch, gather_loss
-        self.swap, self.idle = swap, idle
+        self.swap, self.idle, self.updates = swap, idle, updates
         self.microbatches, self.task = sizes(global_batch, microbatch), task
         free = config.schedule == AUTO and config.interleave in (AUTO, 1)
         self.schedules = [GPIPE] if free and not task.trains else config.schedules
+        if free and task.trains and profile.continues:
+            self.schedules = [*self.schedules, DOUBLE_BUFFERED]
         self.order = order or tuple(range(len(cluster.devices)))
         self.devices = tuple(cluster.devices[rank] for rank in self.order)
         self._powers = list(accumulate((device.speed for device in self.devices), initial=0.0))
@@ -155,6 +160,12 @@ class Request:
     def _check_schedule(self) -> None:
         """Raise :class:`ConfigError` if the settings contradict each other."""
         requested, config = self.schedules, self.config
+        if config.schedule == DOUBLE_BUFFERED.name and not self.profile.continues:
+            raise ConfigError(
+                f"plan.schedule={config.schedule}: a step begins before the update of the last one, which needs "
+                "trainer.updates=delayed, weights in fp32, and a loss that is not scaled; use these, or "
+                "plan.schedule=1f1b"
+            )
         splits = config.schedule != AUTO and any(schedule.splits for schedule in requested)
         if splits and self.task.trains and not self._weight_share:
             raise ConfigError(
@@ -174,6 +185,7 @@ class Request:
             "gather_loss": self.gather_loss,
             "idle": self.idle,
             "order": self.order,
+            "updates": self.updates,
             "task": self.task,
             **changes,
         }
@@ -368,8 +380,16 @@ class Request:
             return shape.schedule is (GPIPE if plain else ONE_FORWARD_ONE_BACKWARD)
         if shape.split and self.task.trains:
             return shape.pipeline_ranks == 1 or self._weight_share > 0
+        if shape.schedule.continues and not 1 < shape.pipeline_ranks <= self.count(shape):
+            return False
         grouped = shape.schedule.grouped and shape.interleave > 1
         return not grouped or self.count(shape) % shape.pipeline_ranks == 0
+
+    def executes(self, shape: Shape, stages: Sequence[StagePlan]) -> bool:
+        """Return whether ``stages`` can run in ``shape``. If steps overlap, the device holds all tensors of a stage."""
+        if not shape.schedule.continues:
+            return True
+        return not any(s.offloads or s.optimizer_offload or s.shard_optimizer for s in stages)
 
     @cached_property
     def _weight_share(self) -> float:

@@ -105,6 +105,7 @@ def search(
         microbatch=microbatch,
         swap=swap,
         gather_loss=gather_loss,
+        updates=updates if task.trains else Updates.SYNCHRONOUS,
         task=task,
     )
     devices = len(cluster.devices)
@@ -125,8 +126,7 @@ def search(
         key=lambda answer: len(answer.request.devices),
     )
     plan, forecast = fewest.plan()
-    updates = updates if task.trains else Updates.SYNCHRONOUS
-    return replace(plan, updates=updates, spare_devices=devices - plan.world_size), forecast
+    return replace(plan, spare_devices=devices - plan.world_size), forecast
 
 
 def _device_counts(config: PlanConfig, devices: int) -> list[int]:
@@ -459,6 +459,8 @@ def _plan(
         local_groups=profile.local_groups,
         fragments=profile.fragments,
         fragment_delay=profile.fragment_delay,
+        staleness=profile.staleness,
         exchanged_bytes=_exchanged_bytes(profile, pipeline),
+        updates=request.updates,
         alternatives=tuple(others),
     )

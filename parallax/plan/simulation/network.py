@@ -150,7 +150,8 @@ class Network:
         trained_bytes: int,
         step_seconds: float,
     ) -> Routine:
-        """Simulate the averaging of weights over the replicas on ``ranks``, with local steps of ``step_seconds``.
+        """Simulate the averaging of weights over the replicas on ``ranks``, with local steps of ``step_seconds``, or
+        the exchanges of asynchronous replicas.
 
         Weights are averaged once per round. So the links are occupied for the seconds of one average that no step
         hides, divided by the steps of a round.

@@ -223,6 +223,13 @@ def _finish(
     updates = [
         _update_seconds(profile, cluster, pipeline, p, mine[p], hidden) for p in pipeline_ranks
     ]
+    if pipeline.overlaps(
+        _count(pipeline)
+    ):  # ranks do not wait, and the agreement overlaps with passes
+        busy = [_count(pipeline) * load.compute_seconds for load in loads]
+        step = max(map(sum, zip(busy, exposed, updates)))
+        begin, end = np.zeros_like(timeline.begin), np.full_like(timeline.end, step)
+        return replace(timeline, begin=begin, end=end), step, exposed, updates
     reduced = max(float(end) + reduce for end, reduce in zip(timeline.end, exposed))
     # No rank updates before all have reduced, and have agreed on the gradient's norm.
     agreed = reduced + cluster.agreement_seconds(pipeline.world_size)

@@ -75,7 +75,12 @@ class Rank:
     """One simulated rank: a replica of one pipeline rank."""
 
     def __init__(
-        self, world: World, pipeline_rank: int, replica: int, listed: Sequence[Action]
+        self,
+        world: World,
+        pipeline_rank: int,
+        replica: int,
+        listed: Sequence[Action],
+        steps: int = 1,
     ) -> None:
         self._world, self._pipeline, self._listed = world, world.pipeline, listed
         self._pipeline_rank, self._replica = pipeline_rank, replica
@@ -88,12 +93,18 @@ class Rank:
         self._seconds = dict.fromkeys(
             ("forward", "backward", "recompute", "stall", "reduce", "update"), 0.0
         )
+        self._steps, self.began = steps, 0.0
+        self._agreed = Signal()
         self._reduced: list[Signal] = []
         self._updated = {stage: Signal() for stage in self._stages}
         self._updated_at = dict.fromkeys(self._stages, 0.0)
         self._split = any(action.kind is Kind.BACKWARD_WEIGHT for action in listed)
         final = Kind.BACKWARD_WEIGHT if self._split else Kind.BACKWARD
-        self._last = {(each.step, each.stage): each for each in listed if each.kind is final}
+        self._last = {
+            (each.step, each.stage): each
+            for each in listed
+            if each.kind is final and each.step < steps
+        }
         self._last_forward = {each.step: each for each in listed if each.kind is Kind.FORWARD}
         replicas = self._pipeline.stages[pipeline_rank].replicas
         self._group = replica // world.profile.summing(replicas)
@@ -161,7 +172,7 @@ class Rank:
                     if action == self._last_forward[action.step]:
                         gathering = yield from self._gathered_loss(action)
                 case Kind.BACKWARD | Kind.BACKWARD_WEIGHT:
-                    if action == self._last[action.step, action.stage]:
+                    if action == self._last.get((action.step, action.stage)):
                         self._begin_reduce(action)
                     if action.kind is Kind.BACKWARD:
                         yield from self._backward(action)
@@ -187,7 +198,7 @@ class Rank:
             self.spans.append(
                 Span(
                     self.rank,
-                    action.step,
+                    0 if self._steps > 1 else action.step,
                     kind,
                     action.stage,
                     action.micro,
@@ -196,6 +207,14 @@ class Rank:
                     waited,
                 )
             )
+            if action.kind is Kind.UPDATE and action.step == self._steps - 2:
+                self._begin_last_step()
+
+    def _begin_last_step(self) -> None:
+        """Forget the spans and seconds of the steps before the last one, which alone counts."""
+        self.began = self._world.network.simulator.now
+        self.spans.clear()
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
 
     def _add_seconds(self, action: Action, seconds: float, waited: float) -> None:
         """Add the seconds of an action to the terms of the step. The rank waited for ``waited`` of these seconds."""
@@ -360,6 +379,11 @@ class Rank:
                 reduction = partial(network.all_reduce, ranks, size * profile.gradient_bytes)
                 gate = f"tie {index} {self._group} {action.step}"
                 yield network.meet(gate, len(ranks), reduction)
+        gate = f"update {action.step}"
+        self._agreed = network.meet(gate, self._pipeline.world_size, self._agree)
+
+    def _agree(self) -> Routine:
+        yield self._world.network.simulator.timer(self._world.agreement_seconds)
 
     def _update_ahead(self) -> Routine:
         """Transfer offloaded optimizer states between the device and the tier, stage by stage, while the forward runs.
@@ -379,9 +403,10 @@ class Rank:
 
     def _update(self, action: Action) -> Routine:
         network = self._world.network
-        yield network.meet(f"update {action.step}", self._pipeline.world_size)
-        start = network.simulator.now
-        yield network.simulator.timer(self._world.agreement_seconds)
+        arrived = network.simulator.now
+        yield self._agreed
+        # The wait for other ranks does not count, and the exchange with them does.
+        start = max(arrived, network.simulator.now - self._world.agreement_seconds)
         loads = {stage: self._passes(stage, self._rows[0]).load for stage in self._stages}
         states = [load.states for load in loads.values()]
         yield self._core.compute(sum(each.update_seconds for each in states))
@@ -392,8 +417,8 @@ class Rank:
                 spreading = partial(network.broadcast, mine, load.trained_bytes)
                 gate = f"spread {stage} {self._group} {action.step}"
                 yield network.meet(gate, len(mine), spreading)
-            if self._world.profile.local_steps and len(ranks) > 1:
-                size, profile = load.trained_bytes, self._world.profile
+            profile, size = self._world.profile, load.trained_bytes
+            if profile.local_steps + profile.staleness and len(ranks) > 1:
                 averaging = partial(network.average, profile, ranks, size, computing)
                 yield network.meet(f"round {stage} {action.step}", len(ranks), averaging)
         self._seconds["update"] += network.simulator.now - start
