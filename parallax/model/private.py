@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
+from torch.autograd import (  # type: ignore[attr-defined]
+    _get_sequence_nr,
+    _unsafe_preserve_version_counter,
+)
 from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import _allowed_determinism_checks_to_fns
@@ -54,6 +57,11 @@ class OperatorMode(TorchDispatchMode):
             return (wrapped if "torch._dynamo" in sys.modules else plain)(self, *call)
 
         cls.__torch_dispatch__ = dispatch  # type: ignore[assignment, method-assign]
+
+
+def same_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
+    """Return a context in which changes of ``tensors`` are hidden from autograd, for memory that no graph uses."""
+    return _unsafe_preserve_version_counter(tuple(tensors))
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:

@@ -77,10 +77,13 @@ _GROWN = 1.5  # ratio for twice the rows; below it, costs that do not depend on 
 class _Measured:
     """The costs of one block at one number of rows.
 
-    ``entering`` and ``leaving``: the bytes of the block's inputs and outputs. ``allocated``: the bytes of each block of
-    memory that a forward and a backward allocate. ``flops``: the operations of their matrix products. ``outputs``: the
-    block's output tensors. The other fields are seconds and bytes, as in :class:`~parallax.plan.profile.BlockCost`.
-    ``offload_seconds`` is None if it was not measured.
+    ``entering`` and ``leaving``  the bytes of the block's inputs and outputs
+    ``allocated``                 the bytes of each block of memory that a forward and a backward allocate
+    ``flops``                     the operations of matrix products in a forward and a backward
+    ``outputs``                   the block's output tensors
+
+    The other fields are seconds and bytes, as in :class:`~parallax.plan.profile.BlockCost`. ``offload_seconds`` is None
+    if it was not measured.
     """
 
     rows: int

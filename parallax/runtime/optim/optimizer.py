@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,8 @@ class StageOptimizer:
     device kernels may round differently. ``share`` and ``shard`` assign each parameter to the replica that steps it:
     ``share`` for offloaded states, and ``shard`` for resident ones. If one of them is None, every replica steps all of
     these parameters. ``streamed`` gives access to offloaded parameters, which are stepped on the host too.
-    ``builder`` builds the optimizers, and ``open_store`` opens the store for offloaded states.
+    ``builder`` builds the optimizers, and ``open_store`` opens the store for offloaded states. If ``overlaps`` is True,
+    a step may come after passes of the next step (:meth:`hold_gradients`, :meth:`exchange_buffers`).
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class StageOptimizer:
         share: OpenExchange | None,
         streamed: Stream,
         shard: OpenExchange | None = None,
+        overlaps: bool = False,
     ) -> None:
         self._builder, self._streamed, self._copies = builder, streamed, copies
         self._names = {parameter: name for name, parameter in named.items()}
@@ -71,7 +74,9 @@ class StageOptimizer:
         means = builder.means
         mean = means and (means.resident if sharded is None else means.shards)
         built = self._built(resident, mean)
-        self._on_device = DeviceOptimizer(built, resident, sharded, divides=divides)
+        self._on_device = DeviceOptimizer(
+            built, resident, sharded, divides=divides, overlaps=overlaps
+        )
         # bytes of the states that the next step on the device creates
         self._resident_bytes = self._uncreated_bytes = builder.state_bytes(
             self._named([p for p in resident if owns(sharded, p)])
@@ -145,6 +150,19 @@ class StageOptimizer:
         self._host.set_factor(factor)
         if self._offloaded:
             self._host.commit([clip.correction(norms, scale).of_bucket for clip in self._clips])
+
+    def hold_gradients(self) -> None:
+        """Keep the gradients on the device for the next step, and set them to zero for backwards that precede it."""
+        self._on_device.hold_gradients()
+
+    def held_gradients(self) -> AbstractContextManager[None]:
+        """Return a context in which the gradients are those that :meth:`hold_gradients` has kept, if it was called."""
+        return self._on_device.held_gradients()
+
+    def exchange_buffers(self) -> None:
+        """Exchange the memory of the model's weights and of those of the next step, between passes of two steps; a
+        second call undoes it."""
+        self._on_device.exchange_buffers()
 
     def exchange_averages(self) -> None:
         """Exchange the weights with their averages, on the device or offloaded; a second call undoes the exchange.

@@ -16,11 +16,13 @@ bits as torch's step, wherever the boundaries of the buckets are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from parallax.model.private import copy_to_each
 from parallax.runtime.optim.scaling import GradientCorrection
 from parallax.swap.optimizer.buckets import (
     CLIP_GROUP,
@@ -31,6 +33,7 @@ from parallax.swap.optimizer.buckets import (
     settings_of,
 )
 from parallax.swap.optimizer.counters import GroupCounters, as_tensors
+from parallax.swap.optimizer.delaying import exchange_buffers, mirrored, swap_buffers
 from parallax.swap.optimizer.host import Exchange, owner_of, owns
 from parallax.swap.weights import ResidentWeights, aligned_runs, stepped_in
 
@@ -42,7 +45,7 @@ class DeviceOptimizer:
     """Steps ``parameters`` on the device, in the parameter groups of ``optimizer``.
 
     ``exchange`` assigns each parameter to the replica that holds its states. ``divides`` is True if a bucket may hold a
-    part of a parameter.
+    part of a parameter. If ``overlaps`` is True, passes of the next step may precede a step.
     """
 
     def __init__(
@@ -52,10 +55,18 @@ class DeviceOptimizer:
         exchange: Exchange | None = None,
         *,
         divides: bool = True,
+        overlaps: bool = False,
     ) -> None:
+        if overlaps:
+            swap_buffers(optimizer)
+        self._overlaps = overlaps
         self.optimizer = optimizer
         self._parameters, self._exchange = parameters, exchange
         self._rates, self._counters = GroupRates(optimizer), GroupCounters(optimizer)
+        self._held: dict[
+            nn.Parameter, Tensor
+        ] = {}  # gradients of a step that the next one overlaps
+        self._holds: tuple[nn.Parameter, ...] | None = None
         self._buckets: list[Bucket] = []
         if exchange is not None or any(_is_short(parameter) for parameter in parameters):
             groups = {
@@ -74,6 +85,36 @@ class DeviceOptimizer:
                 if self.owns(run[0].parameter):
                     self._buckets[-1].take_states(optimizer)
             optimizer.state.clear()
+
+    def hold_gradients(self) -> None:
+        """Keep the gradients for the next step, and set them to zero for backwards that precede it."""
+        found = {p: p.grad for p in self._parameters if p.grad is not None}
+        for parameter, gradient in found.items():
+            if parameter not in self._held:
+                self._held[parameter] = torch.empty_like(gradient)
+        copy_to_each([self._held[p] for p in found], list(found.values()))
+        self._holds = tuple(found)
+        self.zero_grad()
+
+    @contextmanager
+    def held_gradients(self) -> Iterator[None]:
+        """A context in which the gradients are those that :meth:`hold_gradients` has kept, if it was called."""
+        if self._holds is None:
+            yield
+            return
+        held, self._holds = set(self._holds), None
+        newer = [(parameter, parameter.grad) for parameter in self._parameters]
+        try:
+            for parameter in self._parameters:
+                parameter.grad = self._held[parameter] if parameter in held else None
+            yield
+        finally:
+            for parameter, gradient in newer:
+                parameter.grad = gradient
+
+    def exchange_buffers(self) -> None:
+        """Exchange the memory of the model's weights and of those of the next step; a second call undoes it."""
+        exchange_buffers(self.optimizer)
 
     def set_factor(self, factor: float) -> None:
         """Set the factor by which the next step multiplies all learning rates."""
@@ -124,7 +165,8 @@ class DeviceOptimizer:
             return joined(
                 (part for bucket in self._buckets for part in bucket.copies(parameter)), parameter
             )
-        return as_tensors(self.optimizer.state.get(parameter, {}), self._counters.of(parameter))
+        found = mirrored(parameter, self.optimizer.state.get(parameter, {}), overlaps=False)
+        return as_tensors(found, self._counters.of(parameter))
 
     def restore(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
         """Set the optimizer states of ``parameter``, whose value is already set."""
@@ -133,6 +175,8 @@ class DeviceOptimizer:
                 bucket.restore(parameter, states)
         elif states and parameter.requires_grad and not self._buckets:
             kept = {key: value for key, value in states.items() if key != MASTER}
+            if self._overlaps:
+                kept = mirrored(parameter, kept, overlaps=True)
             known = self._counters.restored(parameter, kept)
             self.optimizer.state[parameter] = {
                 k: _like(parameter, v) if isinstance(v, Tensor) else v for k, v in known.items()
@@ -148,6 +192,7 @@ class DeviceOptimizer:
     def reset(self) -> None:
         """Drop all optimizer states. The caller then sets new weights and states."""
         self.optimizer.state.clear()
+        self._held, self._holds = {}, None
         self._counters.reset()
         for bucket in self._buckets:
             bucket.reset()

@@ -16,6 +16,7 @@ optimizer. It needs ``w(t−1)`` as one more state.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -23,15 +24,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from parallax.model.private import copy_to_each, lerp_each_in_place
+from parallax.model.private import copy_to_each, lerp_each_in_place, same_versions
 from parallax.swap.optimizer.averaging import SHARE, exchange
 
 VERSION = "weight_version"
 """Key of a state. It is the newest weights during training. In a checkpoint, which has the newest weights as the
 model's, it is the version before them."""
 PREVIOUS = "previous_weights"  # key of a state, with the correction
+NEXT = "next_weights"
+"""Key of a state, with the correction, if passes of the next step precede a step: the weights of that step, in place of
+the previous weights."""
 EXCHANGES = "exchanges_versions"
 """Key of a parameter group: whether the step only exchanges the two versions."""
+SWAPS = "swaps_buffers"
+"""Key of a parameter group: whether the two versions exchange their memory in each step."""
 
 
 def delaying(optimizer: Optimizer, *, corrects: bool = False) -> Optimizer:
@@ -43,6 +49,8 @@ def delaying(optimizer: Optimizer, *, corrects: bool = False) -> Optimizer:
     kind: Any = type(optimizer)
     optimizer.__class__ = _delaying(kind, corrects)
     set_exchanges(optimizer, False)
+    for group in optimizer.param_groups:
+        group[SWAPS] = False
     return optimizer
 
 
@@ -65,6 +73,9 @@ def _delaying(kind: Any, corrects: bool) -> type[Optimizer]:
             if any(group.get(SHARE, 0.0) is None for group in self.param_groups):
                 step(self)  # exchanges weights and averages
                 return
+            if any(group[SWAPS] for group in self.param_groups):
+                _step_between_passes(self, step, corrects)
+                return
             versions = _take_versions(self, corrects)
             weights = {parameter: parameter.detach() for parameter in versions}
             _advance([*weights.values()], [*versions.values()])
@@ -81,6 +92,64 @@ def _delaying(kind: Any, corrects: bool) -> type[Optimizer]:
 
     Delaying.__name__, Delaying.__qualname__ = kind.__name__, kind.__qualname__
     return Delaying
+
+
+def swap_buffers(optimizer: Optimizer) -> None:
+    """Make each step of a delaying ``optimizer`` leave the memory of the weights that the next step computes with.
+
+    The model's parameters take this memory over, and their own is overwritten (the two buffers of PipeDream-2BW). So
+    passes of the next step may precede a step, between two calls of :func:`exchange_buffers`. Without the correction,
+    the weights of the next step are the newest ones; with it, they are one more state.
+    """
+    for group in optimizer.param_groups:
+        group[SWAPS] = True
+
+
+def exchange_buffers(optimizer: Optimizer) -> None:
+    """Exchange the memory of the model's weights and of those of the next step, without a copy. A second call undoes
+    it."""
+    for parameter, states in optimizer.state.items():
+        key = NEXT if NEXT in states else VERSION
+        if key in states:
+            parameter.data, states[key] = states[key], parameter.data
+
+
+def mirrored(parameter: Tensor, states: dict[str, Any], *, overlaps: bool) -> dict[str, Any]:
+    """Return ``states`` with the weights of the next step in place of the previous weights if ``overlaps`` is True,
+    and the reverse otherwise. The newest weights, which ``parameter`` holds, are the mean of both."""
+    old, new = (PREVIOUS, NEXT) if overlaps else (NEXT, PREVIOUS)
+    if old not in states:
+        return states
+    rest = {key: value for key, value in states.items() if key != old}
+    return {**rest, new: torch.lerp(states[old], parameter.detach().to(states[old]), 2.0)}
+
+
+def _step_between_passes(optimizer: Any, step: Callable[[Any], None], corrects: bool) -> None:
+    """Take a ``step`` of the newest weights that leaves the weights of the next step where they are."""
+    buffers, following = dict[Tensor, Tensor](), dict[Tensor, Tensor]()
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        states = optimizer.state.get(parameter, {})
+        if VERSION in states:
+            newest, oldest = states.pop(VERSION), parameter.data
+            following[parameter] = states.pop(NEXT, newest)
+            oldest.copy_(newest)
+        elif parameter.grad is not None:  # the first step: all versions are the model's weights
+            following[parameter], oldest = parameter.data, parameter.detach().clone()
+            newest = oldest.clone() if corrects else oldest
+        else:
+            continue
+        # Without the correction, the new weights are written into the memory of the oldest.
+        buffers[parameter], parameter.data = oldest, newest if corrects else oldest
+    try:
+        with same_versions(following):
+            step(optimizer)
+        if corrects:
+            lerp_each_in_place([*buffers.values()], [p.detach() for p in buffers], 2.0)
+    finally:
+        for parameter, weights in following.items():
+            states = {VERSION: parameter.data, **({NEXT: buffers[parameter]} if corrects else {})}
+            optimizer.state[parameter].update(states)
+            parameter.data = weights
 
 
 def _take_versions(optimizer: Optimizer, corrects: bool) -> dict[Tensor, dict[str, Tensor]]:
