@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +42,9 @@ class Mesh:
     ``replicas``    averages the running statistics of BatchNorms
     ``statistics``  serves BatchNorm, loss and metrics, whose collectives run in block order, beside ``summed``
 
-    Three groups contain those replicas that sum gradients in every step: all of them, unless they take local steps or
-    are asynchronous.
+    Three groups contain the replicas that sum their gradients with this rank in every step. With local steps
+    (``replicas.mode=local``) these are the replicas of this rank's group. Asynchronous replicas sum none. Otherwise
+    these are all replicas of its stage:
 
     ``summed``      reduces gradients, in the order in which they are completed
     ``updates``     uses gloo to broadcast weights whose optimizer states are offloaded, beside other collectives
@@ -237,6 +238,18 @@ class Mesh:
             dist.all_reduce(values, group=self.world)
         return values
 
+    def begin_sum(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin :meth:`sum`, and return a function that waits for its result. All ranks call both, in one order."""
+        if self.world is None:
+            return lambda: values
+        work = dist.all_reduce(values, group=self.world, async_op=True)
+
+        def wait() -> torch.Tensor:
+            work.wait()
+            return values
+
+        return wait
+
     def barrier(self) -> None:
         if self.world is not None:
             dist.barrier(group=self.world)
@@ -246,9 +259,15 @@ class Mesh:
 
         ``mine`` maps names, the same on every rank, to the numbers of this rank. All ranks call this method.
         """
+        return self.begin_gathering(mine)()
+
+    def begin_gathering(self, mine: Mapping[str, float]) -> Callable[[], dict[str, list[float]]]:
+        """Begin :meth:`gather_columns`, and return a function that waits for its result. All ranks call both, in one
+        order."""
         table = torch.zeros(self.plan.world_size, len(mine), dtype=torch.float64)
         table[self.rank] = torch.tensor(list(mine.values()), dtype=torch.float64)
-        return dict(zip(mine, self.sum(table).T.tolist()))
+        gathered = self.begin_sum(table)
+        return lambda: dict(zip(mine, gathered().T.tolist()))
 
     def all_gather_object(self, value: object) -> list[Any]:
         """Return a list with the ``value`` of every rank, in rank order. All ranks call this method and get the same

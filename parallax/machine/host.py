@@ -227,7 +227,7 @@ def coalescing_variables() -> dict[str, str]:
     return {_TUNABLES: "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"}
 
 
-def fresh_memory_seconds() -> float:
+def fresh_memory_seconds(*, huge: bool = False) -> float:
     """Return the CPU seconds per byte of allocating memory from the system and freeing it (page faults, zeroing,
     unmapping).
 

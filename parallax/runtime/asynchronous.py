@@ -23,9 +23,9 @@ from parallax.runtime.meters.step import StepResult
 from parallax.runtime.optim.optimizer import StageOptimizer
 from parallax.runtime.optim.scaling import LossScale
 from parallax.runtime.replicas.asynchronous import (
-    Exchange,
     Gradients,
     StateClient,
+    StateExchange,
     StateOwner,
     Use,
 )
@@ -107,7 +107,7 @@ class AsynchronousSteps:
         tensors = dict.fromkeys(stage.named_tensors().values())
         self._parameters = [p for p in tensors if isinstance(p, nn.Parameter) and p.requires_grad]
         self._used = [False] * len(self._parameters)
-        self._exchange: Exchange = (
+        self._exchange: StateExchange = (
             StateOwner(mesh, mesh.plan.staleness, self._parameters, self._apply)
             if mesh.owns_state
             else StateClient(mesh, self._parameters)
@@ -154,7 +154,7 @@ class AsynchronousSteps:
         return done
 
     def _meet(self) -> list[UpdateFigures]:
-        """Exchange the figures of all ranks, and count the staleness. Return the figures of the updates."""
+        """StateExchange the figures of all ranks, and count the staleness. Return the figures of the updates."""
         counts = Counter(use.staleness for use in self.uses)
         mine = self._done, self._scale.state(), [*counts.items()]
         found = self._mesh.all_gather_object(mine)
@@ -174,7 +174,8 @@ class AsynchronousSteps:
             self._set_gradients(gradients)
         for parameter in self._parameters:
             optimizer.reduced(parameter)
-        self._update.run(update, torch.tensor(loss, dtype=torch.float64))
+        self._update.announce(torch.tensor(loss, dtype=torch.float64))
+        self._update.run(update)
         optimizer.finish()
         done, verdict = self._update, self._update.verdict
         text = f"{verdict.what}: {verdict.why}" if verdict.why else ""

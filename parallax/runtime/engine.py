@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from parallax.common.events import Span
-from parallax.errors import ParallaxError, PlanError
+from parallax.errors import ParallaxError
 from parallax.mesh import Mesh
 from parallax.model.describe import Chain
 from parallax.model.layers.norms import BatchNorms
@@ -40,6 +40,7 @@ from parallax.runtime.forward import ForwardEngine, StageConfigs, build_stage
 from parallax.runtime.health.buffers import KeptBuffers
 from parallax.runtime.health.row_comparison import RowComparison
 from parallax.runtime.loss import Evaluation, Loss
+from parallax.runtime.meters.spans import TimedRows
 from parallax.runtime.meters.step import StepResult
 from parallax.runtime.metrics import Metrics, MetricsConfig
 from parallax.runtime.optim.builder import OptimizerBuilder
@@ -50,7 +51,12 @@ from parallax.runtime.optim.kinds.adamw import AdamWConfig
 from parallax.runtime.optim.scaling import LossScale
 from parallax.runtime.optim.schedule import ScheduleConfig
 from parallax.runtime.optim.schedules.constant import ConstantSchedule
-from parallax.runtime.plan_check import accepted, check_updates, shared_between_ranks
+from parallax.runtime.plan_check import (
+    accepted,
+    check_training,
+    check_updates,
+    shared_between_ranks,
+)
 from parallax.runtime.replicas.config import ReplicasConfig
 from parallax.runtime.replicas.replicate import sync_for
 from parallax.runtime.replicas.rounds import ReplicaMean, Rounds
@@ -118,6 +124,8 @@ class Engine:
             mesh, self._stage, self._optimizer, self._update, self._scale, self._forward.peak_bytes
         )
         self._step = 0
+        # The batch with which the next step has begun, as given and as read.
+        self._ahead: tuple[Rows, TimedRows] | None = None
 
     def _open_update(
         self, configs: EngineConfigs, builder: OptimizerBuilder, later: Collection[str]
@@ -196,15 +204,10 @@ class Engine:
         ``metrics``          computed for evaluated rows and, if cheap, for the rows of each step
         """
         check_loss(loss)
-        if not plan.task.trains:
-            raise PlanError(f"the plan is for {plan.task}, without memory for training: plan again")
-        if not chain.trains:
-            raise PlanError(
-                "the chain was recorded in evaluation alone, and training computes something else: describe the model "
-                "without task"
-            )
+        check_training(plan, chain)
         plan = accepted(plan, chain)
-        check_updates(plan, updates)
+        skips = LossScale(precision or PrecisionConfig(), nonfinite_skips).skips
+        check_updates(plan, updates, skips=skips)
         replicas, ema = replicas or ReplicasConfig(), ema or EmaOff()
         replicas.check(plan, drops=nonfinite_skips > 0)
         replicas.check_beside(
@@ -318,9 +321,13 @@ class Engine:
                 "engine.end_round() first"
             )
 
-    def step(self, batch: Rows) -> StepResult:
+    def step(self, batch: Rows, following: Rows | None = None) -> StepResult:
         """Run one optimizer update over a global batch. The batch may have any number of rows, but the same number on
         all ranks.
+
+        ``following`` is the batch of the next call, if the plan :attr:`continues` and nothing comes between the two
+        calls. This call then begins the next step, so that the pipeline does not drain. It begins none if the batches
+        have different numbers of rows, or fewer micro-batches than there are stages.
 
         If the loss or a gradient is not finite and the step may not be skipped, all ranks raise
         :class:`~parallax.errors.NonFiniteError`, with unchanged weights.
@@ -329,10 +336,17 @@ class Engine:
         if self.mesh.asynchronous:
             return self.steps(batch, Interval.of_one_step(self._step))[0]
         start, scale = time.perf_counter(), self._scale.factor
-        self._optimizer.zero_grad()
+        timed, rows = self._forward.executor.timed, self._begun(batch)
+        if rows is None:
+            self._optimizer.zero_grad()
+            rows = timed(batch)
         self._buffers.remember()
-        rows = self._forward.executor.timed(batch)
-        spans = self._run(rows, training=True, updates=True, scale=scale)
+        ahead = None
+        if following is not None and self._overlaps(batch, following):
+            ahead = timed(following)
+        spans = self._run(rows, training=True, updates=True, scale=scale, following=ahead)
+        if following is not None and ahead is not None:
+            self._ahead = following, ahead
         done = self._update
         loss, norm, seconds = done.loss, done.norm, time.perf_counter() - start
         swapped = self._take_statistics()
@@ -353,15 +367,33 @@ class Engine:
             read_seconds=rows.seconds,
         )
 
-    def steps(self, batch: Rows, interval: Interval) -> list[StepResult]:
+    def _overlaps(self, batch: Rows, following: Rows) -> bool:
+        same = len(following) == len(batch)
+        return same and self.plan.overlaps(self.plan.micro_batches(len(batch)))
+
+    def _begun(self, batch: Rows) -> TimedRows | None:
+        """Return the rows of ``batch`` if the last step has begun this step with them; None if it has begun none."""
+        if self._ahead is None:
+            return None
+        given, rows = self._ahead
+        if given is not batch:
+            raise ParallaxError(
+                f"step {self._step} has begun with another batch: give the one that was the last step's following"
+            )
+        self._ahead = None
+        return rows
+
+    def steps(
+        self, batch: Rows, interval: Interval, following: Rows | None = None
+    ) -> list[StepResult]:
         """Run the updates of ``interval``, the first of them over ``batch``, and return their results. Replicas that
-        are not asynchronous run one update.
+        are not asynchronous run one update, and begin the next one over ``following`` (:meth:`step`).
 
         The result of an update that asynchronous replicas make has the figures of this rank only for the rows that this
         rank has computed.
         """
         if not self.mesh.asynchronous:
-            return [self.step(batch)]
+            return [self.step(batch, following)]
         self._check_trained()
         start = time.perf_counter()
         rows = self._update.rows
@@ -401,6 +433,8 @@ class Engine:
 
         Raises :class:`~parallax.errors.NonFiniteError` if as many steps in a row as allowed were already skipped.
         """
+        self._forward.executor.abandon()
+        self._ahead = None
         self._buffers.restore()
         return self._update.verdict.report(self._step)
 
@@ -412,6 +446,7 @@ class Engine:
     def gradients(self, batch: Rows) -> float:
         """Run forward and backward without an update, and return the loss. Afterwards :attr:`gradients_by_name` holds
         the gradients."""
+        self._check_settled("computing gradients")
         self._optimizer.finish()
         self._optimizer.zero_grad()
         rows = self._update.rows.numbers(batch)
@@ -439,7 +474,7 @@ class Engine:
 
         The weight is the number of rows. If the loss ignores some targets, it is the number of targets that count.
         """
-        self._check_round("evaluating")
+        self._check_settled("evaluating")
         with self.newest():
             return self._evaluator.evaluate(batch, self._step)
 
@@ -480,6 +515,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _exchanging(self, exchange: Callable[[], None]) -> Iterator[None]:
+        self._check_settled("exchanging weights")
         exchange()
         self._exchanged, failed = True, True
         try:
@@ -500,7 +536,7 @@ class Engine:
     def predict(self, batch: Rows) -> list[tuple[int, Any]]:
         """Return the model's outputs for a batch, without reading its targets. A rank of the last stage returns a list
         of (index of the first row, outputs), one entry for each micro-batch; other ranks return an empty list."""
-        self._check_round("predicting")
+        self._check_settled("predicting")
         with self.newest():
             return self._forward.predict(batch, self._step)
 
@@ -522,7 +558,7 @@ class Engine:
         If one rank cannot write, all ranks raise, and earlier checkpoints stay unchanged.
         """
         self._check_trained()
-        self._check_round("saving")
+        self._check_settled("saving")
         return self.saving.save(directory, self._step, {"state": state}, retention)
 
     def load(self, directory: Path) -> dict[str, Any]:
@@ -569,9 +605,12 @@ class Engine:
         training: bool,
         updates: bool = False,
         scale: float = 1.0,
+        following: Rows | None = None,
     ) -> list[Span]:
         row_count(batch, self._step)
-        weight = self._evaluator.weight(batch)
+        weight, after = self._evaluator.weight(batch), None
+        if following is not None:
+            after = following, self._evaluator.weight(following) or 1.0
         return self._forward.run(
             batch,
             self._step,
@@ -579,6 +618,7 @@ class Engine:
             updates=updates,
             denominator=weight or 1.0,
             scale=scale,
+            following=after,
         )
 
 

@@ -69,13 +69,16 @@ class RankProgram:
     ``following[n]``  receives to post after action n, so that each is posted before its message is needed
     ``last``          the last forward, backward and weight-gradient pass of each stage
     ``repeated``      passes that are followed by a pass of the same kind and stage
+    ``continues``     whether the list begins the next step
     """
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self.actions = list(actions)
         self.splits = any(action.kind is Kind.BACKWARD_WEIGHT for action in actions)
         self.updates = any(action.kind is Kind.UPDATE for action in actions)
-        ends = {(a.step, a.stage, a.kind): a for a in actions if a.kind in COMPUTE}
+        # Passes of a next step are its first ones.
+        ends = {(a.stage, a.kind): a for a in actions if a.kind in COMPUTE and not a.step}
+        self.continues = any(action.step for action in actions)
         self.last = set(ends.values())
         computed = [action for action in actions if action.kind in COMPUTE]
         self.repeated = {
@@ -169,34 +172,49 @@ class Executor:
         self._gradients: dict[Key, Gradients] = {}
         self._outgoing_gradients: dict[Key, Gradients] = {}
         self._in_flight: dict[Key, _InFlight] = {}
+        self._begun: StepContext | None = None  # the step that the last run has begun
+        self._on_next = False
         self.row_check = RowCheck(chain.dtype)
 
-    def run(self, step: StepContext) -> list[Span]:
-        """Run the program of ``step``. Return the spans (times of actions) of training steps that the device has
-        completed since the last call, which may belong to the previous step."""
+    @property
+    def begun(self) -> int | None:
+        """The number of the step that the last run has begun; None if it has begun none."""
+        return None if self._begun is None else self._begun.index
+
+    def run(self, step: StepContext, following: StepContext | None = None) -> list[Span]:
+        """Run the program of ``step``, and the part of the ``following`` step that the program begins; the next call
+        runs the rest. Return the spans (times of actions) of training steps that the device has completed since the
+        last call, which may belong to the previous step."""
         rank, index = self._mesh.rank, step.index
         spans = self._spans if step.training else self._spans.aside()
         post, ahead = self._io.post, self._io.posts
         name = "the batch of" if step.training else "a batch that is evaluated at"
-        given, batch = step.batch, self.row_check.of(step.batch, f"{name} step {index}")
-        step = replace(step, batch=batch)
+        contexts = [
+            replace(each, batch=self.row_check.of(each.batch, f"{name} step {each.index}"))
+            for each in (step, following)
+            if each is not None
+        ]
         if step.program.updates:
-            self._training_parts.update.begin(given)
-        if self._loss is not None:
+            self._training_parts.update.begin(step.batch)
+        begun, self._begun = self._begun, following
+        if self._loss is not None and begun is None:
             self._loss.begin()
         self._io.begin(len(step.batch), step.micro_batches, step.share)
         with private_random_state(self._device), torch.set_grad_enabled(step.training):
-            self._inputs.begin(step.batch, self._input_parts(step.program))
+            if begun is None:
+                self._inputs.begin(contexts[0].batch, self._input_parts(contexts[0]))
             for receive in step.program.first:
                 post(receive)
             for action, receives in zip(step.program.actions, step.program.following):
                 self.current = action, index + action.step, spans.begin()
+                if action.kind in COMPUTE:
+                    self._use_weights_of_next(action.step > 0)
                 try:
-                    waited = _HANDLERS[action.kind](self, action, step)
+                    waited = _HANDLERS[action.kind](self, action, contexts[action.step])
                 except Exception as error:
                     error.add_note(f"action {action}")
                     raise
-                spans.end(rank, index + action.step, action, waited)
+                spans.end(rank, index, action, waited)
                 if ahead:
                     for receive in receives:
                         post(receive)
@@ -204,7 +222,8 @@ class Executor:
         if step.keep is not None and 0 in self._mesh.stages:
             # predict reads no loss, which would synchronize, so it waits for the copies of the inputs here.
             self._inputs.landed()
-        self._io.flush()
+        if following is None:
+            self._io.flush()
         return spans.take()
 
     def timed(self, batch: Rows) -> TimedRows:
@@ -233,6 +252,8 @@ class Executor:
 
     def abandon(self) -> None:
         """Drop in-flight micro-batches, which frees their graphs and swapped data."""
+        self._begun = None
+        self._use_weights_of_next(False)
         for held in (
             self._received,
             self._outgoing,
@@ -251,7 +272,7 @@ class Executor:
 
     def _receive(self, action: Action, step: StepContext) -> float:
         start = time.perf_counter()
-        key = _key(action)
+        key = _key(action, step)
         if action.kind is Kind.RECEIVE_GRADIENT:
             if (gradients := self._io.receive_gradients(action)) is not None:
                 self._gradients[key] = gradients
@@ -263,8 +284,7 @@ class Executor:
         return time.perf_counter() - start
 
     def _send(self, action: Action, step: StepContext) -> float:
-        del step
-        key = _key(action)
+        key = _key(action, step)
         if action.kind is Kind.SEND_GRADIENT:
             self._io.send_gradients(action, self._outgoing_gradients.pop(key, ()))
         else:
@@ -279,19 +299,35 @@ class Executor:
     def _forward(self, action: Action, step: StepContext) -> float:
         before, waited = self._stall_seconds(), 0.0
         first, rows = self._io.rows(action.micro)
+        if action.step:
+            self._begin_next(action, step)
         if not rows:
             self._stage.skip()
         elif step.failed is None:
             self._run_forward(action, step, first, rows)
-        elif self._missing(action) or not self._runs_forward(action, step, first, rows):
-            self._pass_nothing(action)
+        elif self._missing(action, step) or not self._runs_forward(action, step, first, rows):
+            self._pass_nothing(action, step)
         if action.stage == self._last_stage and action in step.program.last and step.keep is None:
             waited = self._step_loss.complete(step)
         return self._stall_seconds() - before + waited
 
-    def _missing(self, action: Action) -> bool:
+    def _begin_next(self, action: Action, step: StepContext) -> None:
+        """Prepare the forward ``action`` of the next ``step``."""
+        if action.micro == 0:
+            if self._loss is not None:
+                self._loss.begin()
+            self._inputs.begin(step.batch, self._input_parts(step))
+
+    def _use_weights_of_next(self, following: bool) -> None:
+        """Set whether passes use the weights of the next step, or those of this step."""
+        if following != self._on_next:
+            self._on_next = following
+            self._training_parts.update.exchange_buffers()
+
+    def _missing(self, action: Action, step: StepContext) -> bool:
         """Whether the forward of ``action`` lacks its inputs, because the forward of an earlier stage failed."""
-        return self._plan.entering(action.stage) is not None and not self._received[_key(action)][0]
+        entering = self._plan.entering(action.stage)
+        return entering is not None and not self._received[_key(action, step)][0]
 
     def _runs_forward(self, action: Action, step: StepContext, first: int, rows: int) -> bool:
         """Run the forward of ``action``, on the ``rows`` rows from row ``first`` of the batch, and return True. If the
@@ -306,14 +342,14 @@ class Executor:
             return False
         return True
 
-    def _pass_nothing(self, action: Action) -> None:
+    def _pass_nothing(self, action: Action, step: StepContext) -> None:
         """Skip the forward of ``action``, and send a message without tensors to the next stage, so that later stages
         skip their forwards of this micro-batch too."""
-        self._received.pop(_key(action), None)
+        self._received.pop(_key(action, step), None)
         self._stage.skip()
         leaving = self._plan.leaving(action.stage)
         if leaving is not None and self._plan.is_local(leaving):
-            self._received[action.step, leaving.receiver, action.micro] = (), None
+            self._received[step.index, leaving.receiver, action.micro] = (), None
 
     def _run_forward(self, action: Action, step: StepContext, first: int, rows: int) -> None:
         stage, micro = action.stage, action.micro
@@ -326,7 +362,7 @@ class Executor:
         if entering is None:
             inputs = self._chain.arguments(with_own_storage(self._inputs.take((first, rows))))
         else:
-            inputs, in_flight.entry = self._received.pop(_key(action))
+            inputs, in_flight.entry = self._received.pop(_key(action, step))
             if in_flight.entry is not None:
                 inputs = in_flight.entry.enter(inputs, self._io.floating(entering, inputs))
         outputs = self._stage.run(
@@ -339,16 +375,16 @@ class Executor:
         )
         del inputs
         if leaving is not None:
-            self._keep_outputs(action, leaving, outputs, in_flight, training=step.training)
+            self._keep_outputs(action, step, leaving, outputs, in_flight)
         elif step.keep is not None:
             step.keep(first, self._chain.results(outputs))
         else:
             in_flight.roots = self._step_loss.add(step, micro, first, first + rows, outputs)
         if step.training:
-            self._in_flight[_key(action)] = in_flight
+            self._in_flight[_key(action, step)] = in_flight
 
     def _backward(self, action: Action, step: StepContext) -> float:
-        key = _key(action)
+        key = _key(action, step)
         in_flight = self._in_flight.get(key)
         if in_flight is None:  # this rank has no rows of the micro-batch
             is_last = not step.program.splits and self._completes(action, step)
@@ -389,14 +425,14 @@ class Executor:
         if in_flight.entry is not None:
             detached, entering = in_flight.entry.take_gradients(), self._plan.entering(action.stage)
             if entering is not None and self._plan.is_local(entering):
-                self._gradients[action.step, entering.sender, action.micro] = detached
+                self._gradients[step.index, entering.sender, action.micro] = detached
             else:
                 self._outgoing_gradients[key] = detached
         return self._stall_seconds() - before
 
     def _backward_weight(self, action: Action, step: StepContext) -> float:
         before, sync = self._stall_seconds(), self._training_parts.sync
-        in_flight = self._in_flight.pop(_key(action), None)
+        in_flight = self._in_flight.pop(_key(action, step), None)
         deferred = WeightGradStore() if in_flight is None else in_flight.weight_gradients
         assert deferred is not None
         if not self._completes(action, step):
@@ -425,23 +461,33 @@ class Executor:
         deferred.finish(ready, begin=offloaded.fetch_gradient)
 
     def _reduce(self, action: Action, step: StepContext) -> float:
-        del action, step
-        return self._training_parts.sync.finish()
+        del action
+        waited = self._training_parts.sync.finish()
+        if step.program.updates:
+            self._training_parts.update.announce(self.loss_share, continues=step.program.continues)
+        return waited
 
     def _update(self, action: Action, step: StepContext) -> float:
-        self._training_parts.update.run(step.index + action.step, self.loss_share)
+        del action
+        self._use_weights_of_next(False)
+        self._training_parts.update.run(step.index)
         return 0.0
 
     # ---- parts of actions
 
-    def _input_parts(self, program: RankProgram) -> Iterator[Part]:
+    def _input_parts(self, step: StepContext) -> Iterator[Part]:
         """Yield the parts of the batch that this rank's forwards of stage 0 will read, in this order: for each
         micro-batch, the index of this rank's first row, and its number of rows. Yield nothing on other ranks."""
-        for action in program.actions:
-            if action.kind is Kind.FORWARD and action.stage == 0:
-                part = self._io.rows(action.micro)
-                if part[1]:
-                    yield part
+        micros = [
+            action.micro
+            for action in step.program.actions
+            if action.kind is Kind.FORWARD and action.stage == 0
+        ]
+        if step.program.continues and micros:  # they are in the order of their numbers
+            micros = list(range(step.micro_batches))
+        for part in map(self._io.rows, micros):
+            if part[1]:
+                yield part
 
     def _holding_gradients(
         self, action: Action, step: StepContext
@@ -456,11 +502,16 @@ class Executor:
 
     def _swap_key(self, action: Action, step: StepContext) -> int:
         """Return the number by which the swap manager identifies a micro-batch of one of this rank's stages."""
-        slot = self._slots[action.stage] + action.step * len(self._slots)
+        slot = self._slots[action.stage]
         return action.micro + step.micro_batches * slot
 
     def _keep_outputs(
-        self, action: Action, edge: Edge, outputs: Tensors, in_flight: _InFlight, *, training: bool
+        self,
+        action: Action,
+        step: StepContext,
+        edge: Edge,
+        outputs: Tensors,
+        in_flight: _InFlight,
     ) -> None:
         """Keep the detached ``outputs`` of ``action`` until they are sent over ``edge``, or pass them to the next stage
         if it is on this rank. In training, keep their gradient edges in ``in_flight``, as roots of the backward."""
@@ -476,11 +527,11 @@ class Executor:
         detached = tuple(tensor.detach() for tensor in outputs)
         if self._plan.is_local(edge):
             self._pass_locally(
-                (action.step, edge.receiver, action.micro), detached, training=training
+                (step.index, edge.receiver, action.micro), detached, training=step.training
             )
         else:
-            self._outgoing[_key(action)] = detached
-        if training:
+            self._outgoing[_key(action, step)] = detached
+        if step.training:
             floating = self._io.floating(edge, outputs)
             in_flight.roots = [
                 get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in floating
@@ -498,8 +549,8 @@ class Executor:
         self._received[key] = inputs, entry
 
 
-def _key(action: Action) -> Key:
-    return action.step, action.stage, action.micro
+def _key(action: Action, step: StepContext) -> Key:
+    return step.index, action.stage, action.micro
 
 
 _HANDLERS: dict[Kind, Callable[[Executor, Action, StepContext], float]] = {

@@ -15,7 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,7 +158,7 @@ class ForwardEngine:
     ) -> None:
         self.plan, self.mesh = plan, mesh
         self._chain, self._built = chain, built
-        self._programs: dict[tuple[bool, bool, int], RankProgram] = {}
+        self._programs: dict[tuple[bool, bool, int, bool, bool], RankProgram] = {}
         self.completed_steps = 0
         """The step of the loaded weights."""
         self._channels = Channels(mesh, built.copies)
@@ -271,10 +271,12 @@ class ForwardEngine:
         scale: float = 1.0,
         keep: Keep | None = None,
         failed: Callable[[Exception], None] | None = None,
+        following: tuple[Rows, float] | None = None,
         share: int | None = None,
     ) -> list[Span]:
         """Run the schedule over a batch: always its forwards, with ``training`` also its backwards, and with
-        ``updates`` also the optimizer step.
+        ``updates`` also the optimizer step. ``following``: the batch of the next step, which the schedule begins, and
+        its denominator.
 
         The remaining parameters are those of :class:`~parallax.runtime.executor.StepContext`.
         """
@@ -284,16 +286,23 @@ class ForwardEngine:
             batch=batch,
             micro_batches=micro_batches,
             denominator=denominator,
-            program=self._program(len(batch), training=training, updates=updates),
+            program=self._program(
+                len(batch), training=training, updates=updates, continues=following is not None
+            ),
             training=training,
             scale=scale,
             keep=keep,
             failed=failed,
             share=share,
         )
+        after, kept = None, False
+        if following is not None:
+            after = replace(context, index=step + 1, batch=following[0], denominator=following[1])
         try:
             with self._built.precision.products():
-                return self.executor.run(context)
+                spans = self.executor.run(context, after)
+            kept = after is not None
+            return spans
         except Exception as error:
             error.add_note(
                 f"stage {self.mesh.pipeline_rank} of {len(self.plan.stages)}, step {step}"
@@ -303,17 +312,21 @@ class ForwardEngine:
                 raise
             raise explained from error
         finally:
-            self.executor.abandon()
+            if not kept:
+                self.executor.abandon()
 
-    def _program(self, rows: int, *, training: bool, updates: bool) -> RankProgram:
+    def _program(self, rows: int, *, training: bool, updates: bool, continues: bool) -> RankProgram:
         plan, pipeline_rank = self.plan, self.mesh.pipeline_rank
-        micro_batches = plan.micro_batches(rows)
-        key = training, updates, micro_batches
+        micro_batches, begun = plan.micro_batches(rows), self.executor.begun is not None
+        key = training, updates, micro_batches, begun, continues
         if key not in self._programs:
             if training:
                 check_gathering(plan, rows)
-            listing = actions if training else evaluation_actions
-            listed = listing(plan, pipeline_rank, micro_batches)
+            listed = (
+                actions(plan, pipeline_rank, micro_batches, begun=begun, continues=continues)
+                if training
+                else evaluation_actions(plan, pipeline_rank, micro_batches)
+            )
             kept = [each for each in listed if updates or each.kind is not Kind.UPDATE]
             self._programs[key] = RankProgram(kept)
         return self._programs[key]

@@ -24,12 +24,29 @@ def accepted(plan: Plan, chain: Chain) -> Plan:
     return plan
 
 
-def check_updates(plan: Plan, updates: str | None) -> None:
-    """Raise :class:`PlanError` if the run's ``updates`` are not those of the plan; None stands for the plan's."""
+def check_training(plan: Plan, chain: Chain) -> None:
+    """Raise :class:`PlanError` unless the plan and the chain are for training."""
+    if not plan.task.trains:
+        raise PlanError(f"the plan is for {plan.task}, without memory for training: plan again")
+    if not chain.trains:
+        raise PlanError(
+            "the chain was recorded in evaluation alone, and training computes something else: describe the model "
+            "without task"
+        )
+
+
+def check_updates(plan: Plan, updates: str | None, *, skips: bool) -> None:
+    """Raise :class:`PlanError` if the run's ``updates`` are not those of the plan; None stands for the plan's. Raise it
+    too if steps of the plan overlap and one of them may be skipped: the next step begins before this is decided."""
     if updates not in (None, plan.updates):
         raise PlanError(
             f"the plan is for trainer.updates={plan.updates}, and the run has trainer.updates={updates}, which needs "
             f"memory for another number of versions of the weights: plan again, or use trainer.updates={plan.updates}"
+        )
+    if plan.schedule.continues and skips:
+        raise PlanError(
+            f"the plan has plan.schedule={plan.schedule}, under which a step begins before the update of the last one: "
+            "use trainer.nonfinite=stop precision.loss_scale=auto without fp16, or plan with plan.schedule=1f1b"
         )
 
 

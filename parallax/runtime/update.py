@@ -4,6 +4,7 @@ does."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,6 +26,17 @@ from parallax.runtime.optim.tiers import Tiers
 from parallax.runtime.replicas.replicate import SharedStates
 from parallax.runtime.replicas.rounds import Rounds
 from parallax.runtime.stage import Stage
+
+
+@dataclass
+class _Announced:
+    """The sums of a step over all ranks, which ``wait`` returns: the loss, ``squares`` squares of norms, and the row
+    digests. ``owned`` are the tensors whose gradients this rank includes in the norm, by name."""
+
+    wait: Callable[[], Tensor]
+    owned: dict[str, Tensor]
+    squares: int
+    losses: Losses
 
 
 class Update:
@@ -74,6 +86,7 @@ class Update:
         self.loss = self.norm = self.rate = 0.0
         self._norms: list[float] = []  # one for each norm that gradients are clipped by
         self.verdict = StepVerdict()
+        self._announced: _Announced | None = None
         self.rows = rows
         self._batch: Rows | None = None
         self._numbers: list[float] = []
@@ -82,12 +95,12 @@ class Update:
         """Keep the batch of the step and digest its rows, before anything else reads them."""
         self._batch, self._numbers = batch, self.rows.numbers(batch)
 
-    def _measure(self, loss: Tensor) -> tuple[dict[str, Tensor], list[float]]:
-        """Set the attributes ``loss`` and ``norm`` to the loss and the gradient norm over all ranks.
-
-        The argument ``loss`` is this rank's part of the loss. Return the tensors whose gradients this rank includes in
-        the norm, by name, and the row digests, summed over all ranks.
+    def announce(self, loss: Tensor, *, continues: bool = False) -> None:
+        """Begin the sums over all ranks of ``loss``, this rank's part of the loss, of the squares of the gradient norm,
+        and of the row digests. With ``continues``, passes of the next step come before :meth:`run`: the gradients are
+        kept aside.
         """
+        self._optimizer.finish()  # an error of the last step is raised before the all-reduce
         tensors = self._stage.named_tensors() if self._mesh.member == 0 else {}
         owned = {name: tensor for name, tensor in tensors.items() if name not in self._later}
         # The only synchronization of host and device in a step.
@@ -100,11 +113,29 @@ class Update:
         squares = [0.0] * (len(mine) * self._mesh.groups)
         first = len(mine) * self._mesh.group
         squares[first : first + len(mine)] = [each * each for each in mine]
-        self.loss, *sums = agreed_sum(self._mesh, loss_share, *squares, *self._numbers)
-        totals, sums = sums[: len(squares)], sums[len(squares) :]
-        self._norms = [total**0.5 for total in totals[first : first + len(mine)]]
+        values = torch.tensor([loss_share, *squares, *self._numbers], dtype=torch.float64)
+        self._announced = _Announced(
+            self._mesh.begin_sum(values), owned, len(squares), self._losses
+        )
+        if continues:
+            losses = self._losses()  # the next step overwrites them
+            self._announced.losses = lambda: losses
+            self._optimizer.hold_gradients()
+
+    def exchange_buffers(self) -> None:
+        """Exchange the memory of the model's weights and of those of the next step, between passes of two steps."""
+        self._optimizer.exchange_buffers()
+
+    def _agree(self, announced: _Announced) -> list[float]:
+        """Set the attributes ``loss`` and ``norm`` to the loss and the gradient norm over all ranks, and return the
+        sums of the row digests."""
+        self.loss, *sums = announced.wait().tolist()
+        totals, rest = sums[: announced.squares], sums[announced.squares :]
+        each = announced.squares // self._mesh.groups
+        first = each * self._mesh.group
+        self._norms = [total**0.5 for total in totals[first : first + each]]
         self.norm = (sum(totals) / self._mesh.groups) ** 0.5
-        return owned, sums
+        return rest
 
     @property
     def _divisor(self) -> float:
@@ -112,17 +143,20 @@ class Update:
         multiplied by the number of groups, so that the mean over the groups is the gradient of the batch."""
         return self._scale.factor / self._mesh.groups
 
-    def run(self, step: int, loss: Tensor) -> None:
+    def run(self, step: int) -> None:
         """Update the weights after ``step``, or drop the gradients. All ranks make the same decision.
 
-        ``loss`` is this rank's part of the loss. Raises :class:`~parallax.errors.DataError` if ranks have different
-        batches.
+        :meth:`announce` was called before. Raises :class:`~parallax.errors.DataError` if ranks have different batches.
         """
+        with self._optimizer.held_gradients():
+            self._run(step)
+
+    def _run(self, step: int) -> None:
         batch, self._batch = self._batch, None
-        self._optimizer.finish()  # an error of the last step is raised before the all-reduce
-        divisor = self._divisor
-        owned, sums = self._measure(loss)
-        self.rows.check(sums, f"the batch of step {step}")
+        announced, self._announced = self._announced, None
+        assert announced is not None
+        divisor, owned = self._divisor, announced.owned
+        self.rows.check(self._agree(announced), f"the batch of step {step}")
         rates = self._factor(step)
         self.rate = self._lr * rates
 
@@ -136,7 +170,7 @@ class Update:
                 for name, tensor, value in self._stage.values()
                 if name in owned
             )
-            return nonfinite.find(self._mesh, batch, self._losses, parts)
+            return nonfinite.find(self._mesh, batch, announced.losses, parts)
 
         self.verdict = nonfinite.judge(self._scale, self.loss, self.norm, find)
         if self.verdict.accepted:
@@ -190,4 +224,5 @@ def open_optimizer(
         share=shards(mesh.updates),
         shard=shards(mesh.summed if plans[mesh.pipeline_rank].shard_optimizer else None),
         streamed=stage.offloaded,
+        overlaps=mesh.plan.schedule.continues,
     )

@@ -67,7 +67,6 @@ class Metrics:
         rows."""
         for metric in self._made[training].values():
             metric.reset()
-        self._copied = None
         self._wrong.zero_()
 
     def add(self, results: Any, targets: Any, *, training: bool) -> None:
@@ -132,7 +131,8 @@ class Metrics:
     def stepped(self) -> dict[str, float]:
         """Return the values of the metrics, by name, over the training rows of all replicas, from the states on the
         host. Only the first replica of the last stage gets the values; all other ranks get 0 for each metric."""
-        mine = {} if self._copied is None else self._from_sums(self._copied)
+        copied, self._copied = self._copied, None
+        mine = {} if copied is None else self._from_sums(copied)
         return {name: mine.get(name, 0.0) for name in self.trained}
 
     def _from_sums(self, sums: Tensor) -> dict[str, float]:

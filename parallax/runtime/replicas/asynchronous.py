@@ -39,7 +39,7 @@ _POLL_SECONDS = 1.0
 Gradients = Sequence[Tensor | None]
 
 
-class Share(NamedTuple):
+class BatchShare(NamedTuple):
     """The rows of the batch of ``update`` that replica ``part`` computes in synchronous training."""
 
     update: int
@@ -49,7 +49,7 @@ class Share(NamedTuple):
 class Use(NamedTuple):
     """The use of a gradient: it is of ``share``, computed by ``replica`` with weights of ``version``."""
 
-    share: Share
+    share: BatchShare
     replica: int
     version: int
 
@@ -59,7 +59,7 @@ class Use(NamedTuple):
         return self.share.update - self.version
 
 
-class Exchange(Protocol):
+class StateExchange(Protocol):
     """One rank's part in the exchange of gradients and weights, between two meetings of all ranks."""
 
     @property
@@ -69,14 +69,14 @@ class Exchange(Protocol):
     def begin(self, start: int, stop: int) -> None:
         """Begin the updates from ``start`` to ``stop`` − 1. All ranks have the same weights."""
 
-    def next_share(self, *, ends: bool) -> Share | None:
+    def next_share(self, *, ends: bool) -> BatchShare | None:
         """Return the share that this rank computes next, with weights set for it; None after the last update. ``ends``:
         whether this rank wants no more updates to begin. All ranks of a replica call this method."""
 
-    def give(self, share: Share, loss: float) -> None:
+    def give(self, share: BatchShare, loss: float) -> None:
         """Give the gradients of ``share`` to the owner of the stage, with this rank's part of the loss."""
 
-    def end_rows(self, share: Share) -> None:
+    def end_rows(self, share: BatchShare) -> None:
         """Announce that the data has no rows for ``share``, so that its update and later ones do not happen."""
 
     def end(self) -> list[Use]:
@@ -94,7 +94,7 @@ class _Sum:
 
 
 class StateOwner:
-    """The :class:`Exchange` of a rank of replica 0, which has the state of its stage.
+    """The :class:`StateExchange` of a rank of replica 0, which has the state of its stage.
 
     ``parameters`` are the trained parameters. ``apply(update, gradients, loss)`` makes an update with the summed
     gradient of each parameter, which is None if no share has one. It returns False if the run must end without this
@@ -138,7 +138,7 @@ class StateOwner:
             self._threads.append(thread)
             thread.start()
 
-    def next_share(self, *, ends: bool) -> Share | None:
+    def next_share(self, *, ends: bool) -> BatchShare | None:
         if self._links.any_of_pipeline(ends) and self._leads:
             self._end_soon()
         while not self._refused:
@@ -147,16 +147,16 @@ class StateOwner:
             if number == _END:
                 return None
             if number != _WAIT and not self._refused:
-                return Share(*divmod(number, self._replicas))
+                return BatchShare(*divmod(number, self._replicas))
         return None
 
-    def give(self, share: Share, loss: float) -> None:
+    def give(self, share: BatchShare, loss: float) -> None:
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is not None:
                 self._add(share.update, index, parameter.grad.detach())
         self._complete_share(Use(share, 0, self._version), loss)
 
-    def end_rows(self, share: Share) -> None:
+    def end_rows(self, share: BatchShare) -> None:
         with self._changed:
             self._limit = min(self._limit, share.update)
             self._changed.notify_all()
@@ -270,7 +270,7 @@ class StateOwner:
 
     def _answer(self, replica: int) -> bool:
         kind, number, version, loss, ends, *present = self._links.receive_header(replica)
-        share = Share(*divmod(int(number), self._replicas))
+        share = BatchShare(*divmod(int(number), self._replicas))
         if kind == _ROWS_END:
             self.end_rows(share)
         elif kind == _GRADIENT:
@@ -305,7 +305,7 @@ class StateOwner:
 
 
 class StateClient:
-    """The :class:`Exchange` of a rank of another replica, whose weights are copies of the owner's."""
+    """The :class:`StateExchange` of a rank of another replica, whose weights are copies of the owner's."""
 
     def __init__(self, mesh: Mesh, parameters: Sequence[nn.Parameter]) -> None:
         self._links, self._parameters = _Links(mesh, parameters), parameters
@@ -319,7 +319,7 @@ class StateClient:
     def begin(self, start: int, stop: int) -> None:
         del start, stop
 
-    def next_share(self, *, ends: bool) -> Share | None:
+    def next_share(self, *, ends: bool) -> BatchShare | None:
         ends = self._links.any_of_pipeline(ends)
         if self._leads:
             self._links.send_header(_ASK, ends=ends)
@@ -329,9 +329,9 @@ class StateClient:
             number, version = self._links.agreed((0, 0))
             self._links.send_header(_ASK, number, version)
             _, self._version = self._links.receive_weights()
-        return None if number == _END else Share(*divmod(number, self._replicas))
+        return None if number == _END else BatchShare(*divmod(number, self._replicas))
 
-    def give(self, share: Share, loss: float) -> None:
+    def give(self, share: BatchShare, loss: float) -> None:
         given = [parameter.grad for parameter in self._parameters]
         present = [gradient is not None for gradient in given]
         self._links.send_header(
@@ -339,14 +339,14 @@ class StateClient:
         )
         self._links.send_gradients([gradient for gradient in given if gradient is not None])
 
-    def end_rows(self, share: Share) -> None:
+    def end_rows(self, share: BatchShare) -> None:
         if self._leads:
             self._links.send_header(_ROWS_END, self._number(share))
 
     def end(self) -> list[Use]:
         return []
 
-    def _number(self, share: Share) -> int:
+    def _number(self, share: BatchShare) -> int:
         return share.update * self._replicas + share.part
 
 

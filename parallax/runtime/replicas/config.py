@@ -12,7 +12,7 @@ from parallax.plan.plan import Plan
 from parallax.runtime.replicas.compress import COMPRESSIONS, SHORT
 from parallax.swap.optimizer.outer import OuterRule
 
-SYNCHRONOUS, LOCAL = "synchronous", "local"
+SYNCHRONOUS, LOCAL, ASYNCHRONOUS = "synchronous", "local", "asynchronous"
 _OF_LOCAL = (
     "sync_every",
     "groups",
