@@ -335,6 +335,7 @@ def plan_run(
         averages=config.ema.averages,
         replicas=config.replicas,
         updates=config.trainer.updates,
+        skips=config.trainer.nonfinite_skips > 0,
         microbatch=config.trainer.microbatch,
         gather_loss=config.trainer.gather_loss,
         name=config.model.name,

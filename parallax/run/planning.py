@@ -54,6 +54,7 @@ from parallax.runtime.health.row_check import RowCheck
 from parallax.runtime.optim.config import Group, OptimizerConfig, as_config
 from parallax.runtime.optim.groups import GroupSummary, ParameterGroups
 from parallax.runtime.optim.kinds.adamw import AdamWConfig
+from parallax.runtime.optim.scaling import LossScale
 from parallax.runtime.replicas.config import ReplicasConfig
 from parallax.swap.config import SwapConfig
 from parallax.swap.offload_benchmark import OffloadBenchmarks
@@ -118,6 +119,7 @@ def plan_model(
     averages: bool = False,
     replicas: ReplicasConfig | None = None,
     updates: str = Updates.SYNCHRONOUS,
+    skips: bool = False,
     microbatch: int | str = "auto",
     gather_loss: bool = False,
     name: str = "model",
@@ -129,16 +131,14 @@ def plan_model(
 ) -> Planned:
     """Measure ``chain`` on this machine and return the best plan of ``task`` for global batches like ``batch``.
 
-    ``optimizer``: settings, or a function from parameter groups to a torch optimizer. ``averages``: reserve memory for
-    averaged weights. ``microbatch``, ``replicas``, ``updates``: as the settings of these names. ``gather_loss``:
-    compute one loss over all rows. ``profile`` replaces the measurement. ``present``: the cluster of the run's nodes,
-    if there are several. ``scratch``: the folder of swap files. Raises :class:`InfeasiblePlan` if no plan fits.
+    ``optimizer``: settings, or a function from parameter groups to an optimizer. ``skips``: steps may be skipped.
+    ``profile`` replaces the measurement. ``present``: the cluster of several nodes. Raises :class:`InfeasiblePlan`.
     """
     cluster, swap, plan = cluster or ClusterConfig(), swap or SwapConfig(), plan or PlanConfig()
     batch = RowCheck(chain.dtype).of(batch, "the batch to plan with")
     plan.check_task(task)
-    gathers = gather_loss and task is not PlanTask.INFERENCE
-    requested: dict[str, Any] = {"microbatch": microbatch, "gather_loss": gathers}
+    requested: dict[str, Any] = {"microbatch": microbatch}
+    requested["gather_loss"] = gather_loss and task is not PlanTask.INFERENCE
     used = check_model(
         chain, len(batch), cluster=cluster, plan=plan, swap=swap, present=present, **requested
     )
@@ -159,12 +159,13 @@ def plan_model(
     found = present or measured_cluster(cluster, choice, swap, scratch)
     progress(f"searching plans for {plural(len(found.devices), 'device')}")
     profile, groups = _stepped(profile, chain, optimizer, choice, task, averages, replicas, updates)
+    profile = _overlapping(profile, precision, skips)
     requested |= {"global_batch": len(batch), "swap": swap.offloads, "task": task}
     requested |= {"updates": Updates(updates), "spare": not (present or _started(cluster))}
     best, forecast = search(profile, found, plan, progress=progress, **requested)
-    given = len(found.devices) if present else _given(cluster, plan)
-    remarks = tuple(filter(None, (_unused(given, used), _processes(choice, best, present))))
-    return Planned(best, forecast, profile, found.first(best.world_size), remarks, groups)
+    unused = _unused(len(found.devices) if present else _given(cluster, plan), used)
+    remarks = filter(None, (unused, _processes(choice, best, present)))
+    return Planned(best, forecast, profile, found.first(best.world_size), tuple(remarks), groups)
 
 
 def _processes(choice: DeviceChoice, plan: Plan, present: Cluster | None) -> str:
@@ -196,6 +197,14 @@ def _stepped(
         profile, config, chain, device, averages=averages, replicas=replicas, delays=delays
     )
     return costs, groups
+
+
+def _overlapping(
+    profile: ModelProfile, precision: PrecisionConfig | None, skips: bool
+) -> ModelProfile:
+    """Return ``profile`` without overlapping steps if a step may be skipped."""
+    drains = LossScale(precision or PrecisionConfig(), int(skips)).skips
+    return dataclasses.replace(profile, continues=profile.continues and not drains)
 
 
 def as_planned(cluster: ClusterConfig, requested: PlanConfig, plan: Plan) -> ClusterConfig:

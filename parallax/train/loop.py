@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -287,6 +288,11 @@ class _Run:
         self._held_out = {
             name: HeldOut(engine, each, trainer.global_batch, most) for name, each in sets.items()
         }
+        self._ahead: deque[Callable[[], Rows | None]] = deque()  # the batches of the next steps
+        # Whether callbacks have asked for a checkpoint, and for an evaluation, which wait for the begun steps.
+        self._asked = False, False
+        self._draining = False  # whether no more steps are begun before these, or before the end
+        self._reports: deque[_Contributed] = deque()
         self._reported = 0  # the last step that this rank has reported alone
         self._evaluated: int | None = (
             None  # the step after which the held-out rows were last evaluated
@@ -314,18 +320,22 @@ class _Run:
             if not self._stopping.ends_run:
                 self._begin_evaluations(logger)
             self._agree_requests(logger)
-            while self._engine.completed_steps < total and not self._stopping.ends_run:
-                if (batch := self._next_batch()) is None:
+            while self._engine.completed_steps < total and (
+                self._ahead or not self._stopping.ends_run
+            ):
+                batch, following = self._next_batches(total)
+                if batch is None:
                     self._end_of_rows(logger)
                     break
                 self._callbacks.call("on_step_start")
                 with self._recording.step(), self._saves.saved_before(logger):
-                    results = self._engine.steps(batch, self._interval(logger))
+                    results = self._engine.steps(batch, self._interval(logger), following)
                 for result in map(self._nodes.on_common_clock, results):
                     self._add(result, events)
                 self._report_missed(logger, results)
                 with phase("reporting a step"):
-                    self._report(logger, result)
+                    self._contribute(result)
+                    self._report(logger)
                 self._tell_checkpoints()
                 self._callbacks.call("on_step_end")
                 self._agree_requests(logger)
@@ -436,16 +446,34 @@ class _Run:
             done=self._engine.completed_steps,
         )
 
-    def _next_batch(self) -> Rows | None:
-        """Return the next batch; None on all ranks if any rank has no more rows."""
+    def _next_batches(self, total: int) -> tuple[Rows | None, Rows | None]:
+        """Return the batches of the next step and of the one after it. A batch is None on all ranks if any rank has no
+        more rows; the second one also if the pipeline drains between the two steps.
+
+        If steps overlap, batches are fetched two steps ahead, so that no rank waits for others to know whether all
+        have rows. None are fetched beyond a step that is evaluated or saved.
+        """
+        first = last = self._engine.completed_steps + 1
+        if self._engine.continues and not self._draining:
+            while last < first + 2 and last < total and not self._drains_after(last):
+                last += 1
         with self._watchdog.phase("fetching rows"):
-            return self._rows_end.fetch(lambda: self._health.fetch(self._fetch))
+            while first + len(self._ahead) <= last:
+                self._ahead.append(self._rows_end.fetch(lambda: self._health.fetch(self._fetch)))
+            batch = self._ahead.popleft()()
+            return batch, self._ahead[0]() if self._ahead and batch is not None else None
+
+    def _drains_after(self, step: int) -> bool:
+        return self._due(self._trainer.checkpoint_every, step) or self._due(
+            self._trainer.eval_every, step
+        )
 
     def _end_of_rows(self, logger: RankZeroLogger) -> None:
         """Evaluate and save after the last row. Raises :class:`DataError` if the rows must not end after this step. If
         some ranks still have rows, nothing is saved, because the sources of these ranks are one batch ahead of the
         weights."""
         step, metrics = self._engine.completed_steps, dict[str, float | None]()
+        self._report(logger)
         self._stopping.exchange()
         if self._rows_end.everywhere:
             self._end_round(logger)
@@ -547,9 +575,8 @@ class _Run:
             raise first
         return None
 
-    def _report(self, logger: RankZeroLogger, result: StepResult) -> None:
-        """Gather the statistics of the step from every rank; rank 0 prints and writes them."""
-        budgets = self._budgets
+    def _contribute(self, result: StepResult) -> None:
+        """Begin to gather the statistics of the step from every rank."""
         contributed: tuple[dict[str, float], ...] = (
             {"peak_bytes": result.peak_bytes, "unwritten": self._unwritten.has_news},
             result.swap.columns(),
@@ -560,7 +587,18 @@ class _Run:
         )
         mine = {name: number for each in contributed for name, number in each.items()}
         assert len(mine) == sum(map(len, contributed)), "two contributors use one name"
-        columns = self._mesh.gather_columns(mine)
+        table, step = self._mesh.begin_gathering(mine), self._engine.completed_steps
+        self._reports.append(_Contributed(step, result, table))
+
+    def _report(self, logger: RankZeroLogger) -> None:
+        """Report the steps whose statistics are gathered. If steps overlap, those of the last step arrive while the
+        next one runs."""
+        while len(self._reports) > min(1, len(self._ahead)):
+            self._report_step(logger, self._reports.popleft())
+
+    def _report_step(self, logger: RankZeroLogger, contributed: _Contributed) -> None:
+        """Rank 0 prints and writes the statistics of a step, which are gathered from every rank."""
+        result, columns, budgets = contributed.result, contributed.columns(), self._budgets
         messages = self._health.agree(columns, saving=any(columns["saving_progress"]))
         self._stopping.agree(columns)
         if any(columns["unwritten"]):
@@ -572,7 +610,7 @@ class _Run:
         overall = SwapStatistics(stall_seconds=sum(stalls), transfer_seconds=transfers)
         fullest = max(range(len(budgets)), key=lambda rank: peaks[rank] / budgets[rank])
         line = StepLine(
-            step=self._engine.completed_steps,
+            step=contributed.step,
             loss=result.loss,
             rate=self._trainer.global_batch * self._tokens / result.seconds,
             unit="tokens" if self._tokens > 1 else "rows",
@@ -613,6 +651,12 @@ class _Run:
         step = self._engine.completed_steps
         last, trainer = step == total, self._trainer
         wanted, evaluates = self._callbacks.take_agreed()
+        if self._ahead:  # the next step has begun
+            self._asked = self._asked[0] or wanted, self._asked[1] or evaluates
+            self._draining |= wanted or evaluates or self._stopping.is_last_step
+            return
+        self._draining, asked, self._asked = False, self._asked, (False, False)
+        wanted, evaluates = asked[0] or wanted, asked[1] or evaluates
         saves = last or self._due(trainer.checkpoint_every, step) or wanted
         evaluates = last or self._due(trainer.eval_every, step) or evaluates
         if saves or evaluates or self._stopping.is_last_step:
@@ -730,6 +774,15 @@ class _Run:
     @property
     def _complete(self) -> bool:
         return not self._unfinished and self._engine.completed_steps >= self._trainer.steps
+
+
+@dataclass(frozen=True)
+class _Contributed:
+    """The result of a step on this rank. ``columns()`` waits for the numbers of all ranks."""
+
+    step: int
+    result: StepResult
+    columns: Callable[[], dict[str, list[float]]]
 
 
 _OF_ROWS = "of_rows/"  # before the names of metrics, among the numbers that ranks exchange

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from parallax.common.events import EventLog, Span, bubble_fraction, read_events
+from parallax.common.events import EventLog, Span, bubble_fraction, idle_fraction, read_events
 from parallax.common.metrics import METRICS
 from parallax.errors import ConfigError
 from parallax.machine.host import resident_bytes
@@ -169,7 +169,11 @@ class RunRecord:
             "skipped_steps": self._last.skipped_steps if self._last else 0,
             "predicted_step_seconds": plan.prediction.step_seconds,
             "bubble_predicted": plan.prediction.bubble,
-            "bubble_measured": bubble_fraction(measured),
+            "bubble_measured": (
+                idle_fraction(measured, results["step_seconds_median"] or 0.0)
+                if plan.schedule.continues
+                else bubble_fraction(measured)
+            ),
             "ranks": ranks,
         }
 

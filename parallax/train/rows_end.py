@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from functools import cache
 from typing import NoReturn
 
 import torch
@@ -29,13 +30,19 @@ class RowsEnd:
         self._mistake = ""
         self._here = self.everywhere = False
 
-    def fetch(self, get: Callable[[], Rows]) -> Rows | None:
-        """Return the result of ``get()``, a batch. Return None on all ranks if any rank has no more rows. All ranks
-        must call this method."""
+    def fetch(self, get: Callable[[], Rows]) -> Callable[[], Rows | None]:
+        """Call ``get()``, which returns a batch, and return a function that waits for the other ranks and returns this
+        batch, or None on all ranks if any rank has no more rows. All ranks must call both, in one order."""
         batch = self.fetch_alone(get)
-        ended = self._count(self._here)
-        self.everywhere = ended == self._mesh.plan.world_size
-        return None if ended else batch
+        agree = self._mesh.begin_sum(torch.tensor([float(self._here)]))
+
+        @cache
+        def agreed() -> Rows | None:
+            ended = int(agree().item())
+            self.everywhere = ended == self._mesh.plan.world_size
+            return None if ended else batch
+
+        return agreed
 
     def fetch_alone(self, get: Callable[[], Rows]) -> Rows | None:
         """Return the result of ``get()``, a batch; None if this rank has no more rows. The ranks agree on the end in

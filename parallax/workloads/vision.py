@@ -43,7 +43,10 @@ class Bottleneck(nn.Module):
 
 
 def resnet(depth: int = 50, classes: int = 2) -> nn.Sequential:
-    """Return ResNet-50, -101 or -152 (He et al. 2015) for images of any size, or ResNet-14, with one block a stage."""
+    """Return ResNet-50, -101 or -152 (He et al. 2015), or ResNet-14, which has one block in each stage, by ``depth``.
+
+    It takes images of any size, and has ``classes`` outputs.
+    """
     blocks: list[nn.Module] = [_convolution(3, 64, 7, 2), nn.MaxPool2d(3, 2, 1)]
     channels = 64
     for stage, count in enumerate(RESNETS[depth]):
