@@ -1,15 +1,17 @@
-"""What delayed updates, local steps and asynchronous replicas cost in loss, and what they save over a slow link or
-beside a slow rank.
+"""What delayed updates, local steps and asynchronous replicas cost in loss, and what they save.
 
 ::
 
     python -m benchmarks.updates loss      the validation loss after 400 steps of a GPT over bytes, by rule and seed
+    python -m benchmarks.updates bubble    steps of two stages and four micro-batches, with and without a bubble
     python -m benchmarks.updates link      steps over a link of 100 Mbit/s between two hosts; needs root
     python -m benchmarks.updates slow      steps of four replicas, of which one takes twice as long
 
-``loss`` trains the same model on the same rows with two replicas, once for each rule and seed. ``link`` runs two
-replicas on two network namespaces, each with a core, in turn over a slow and a fast link. The blocks of ``slow`` wait
-instead of computing, as a host waits for its device, so that four replicas do not compete for cores.
+``loss`` trains the same model on the same rows with two replicas, once for each rule and seed. ``bubble`` runs the
+schedules in turn; without a bubble, a step takes as long as the passes and the update of the slowest stage. ``link``
+runs two replicas on two network namespaces, each with a core, in turn over a slow and a fast link.
+The blocks of ``slow`` wait instead of computing, as a host waits for its device, so that four replicas do not compete
+for cores.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ RULES: dict[str, tuple[str, ...]] = {
         "replicas.fragments=5",
         "replicas.fragment_delay=5",
     ),
+    "asynchronous, s=1": ("replicas=asynchronous", "replicas.staleness=1"),
+    "asynchronous, s=4": ("replicas=asynchronous", "replicas.staleness=4"),
     "delayed": DELAYED,
     "delayed, corrected": CORRECTED,
     "Lion, synchronous": LION,
@@ -90,6 +94,22 @@ LARGE = (
     "plan.stages=1",
     "plan.replicas=2",
 )
+# Of 16 equal layers.
+EVEN = (
+    "model=mlp",
+    "model.layers=16",
+    "data=text",
+    "data.max_bytes=4MiB",
+    "trainer.updates=delayed",
+    "trainer.global_batch=8192",
+    "trainer.microbatch=2048",
+    "trainer.eval_batches=1",
+    "trainer.eval_every=0",
+    "trainer.checkpoint_every=0",
+    "plan.stages=2",
+    "plan.replicas=1",
+    "plan.activations=keep",
+)
 SLOW, FAST = "100mbit", "10gbit"
 BESIDE = {name: RULES[name] for name in ("synchronous", "asynchronous, s=1", "asynchronous, s=4")}
 BLOCKS, BLOCK_SECONDS = 12, 0.01
@@ -113,11 +133,12 @@ ENDS_SECONDS = 900.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=["loss", "link", "slow"])
+    parser.add_argument("part", choices=["loss", "bubble", "link", "slow"])
     parser.add_argument(
-        "--steps", type=int, default=0, help="400 of loss, 52 of link, 60 of slow by default"
+        "--steps", type=int, default=0, help="400 of loss, 16 of bubble, 52 of link, 60 of slow"
     )
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3, help="of bubble")
     parser.add_argument("--only", default="", help="rules of loss and slow whose names begin so")
     parsed = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
@@ -125,6 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rules = {name: words for name, words in RULES.items() if name.startswith(parsed.only)}
             found = losses(Path(folder), rules, parsed.steps or 400, parsed.seeds)
             print(json.dumps(found, indent=1))
+            return 0
+        if parsed.part == "bubble":
+            print(json.dumps(bubbles(Path(folder), parsed.steps or 16, parsed.repeats), indent=1))
             return 0
         if parsed.part == "slow":
             rules = {name: words for name, words in BESIDE.items() if name.startswith(parsed.only)}
@@ -148,8 +172,9 @@ def losses(
     for seed in range(seeds):
         for rule, settings in rules.items():
             name = f"{len(found[rule])}-{list(rules).index(rule)}"
-            words = (*GPT, *settings, f"seed={seed}", f"trainer.steps={steps}", f"name={name}")
-            found[rule].append(trained(folder, name, words)["validation_loss"])
+            words = (*GPT, *settings, f"seed={seed}", f"trainer.steps={steps}")
+            summary = trained(folder, name, words)
+            found[rule].append(summary["validation_loss"])
             print(f"seed {seed}, {rule}: {found[rule][-1]:.4f}", file=sys.stderr, flush=True)
     return {
         rule: {
@@ -161,13 +186,55 @@ def losses(
     }
 
 
-def trained(folder: Path, name: str, words: Sequence[str]) -> dict[str, Any]:
-    """Return the summary of a run."""
-    command = [sys.executable, "-m", "parallax", "train", *words]
+def trained(folder: Path, name: str, words: Sequence[str], ranks: int = 1) -> dict[str, Any]:
+    """Train, and return the run's summary."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    command = [*(torchrun if ranks > 1 else [sys.executable]), "-m", "parallax", "train"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
-    found: dict[str, Any] = json.loads((folder / "runs" / name / "summary.json").read_text())
+    subprocess.run(
+        [*command, *words, f"name={name}"],
+        cwd=folder,
+        env=environment,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    summary: dict[str, Any] = json.loads((folder / "runs" / name / "summary.json").read_text())
+    return summary
+
+
+def bubbles(folder: Path, steps: int, repeats: int) -> dict[str, list[dict[str, float]]]:
+    """Return, for each schedule and repetition, seconds per step, predicted and measured, and the fraction of them in
+    which the slowest stage neither computes nor updates."""
+    found: dict[str, list[dict[str, float]]] = {"1f1b": [], "2bw": []}
+    for repeat in range(repeats):
+        for schedule, results in found.items():
+            words = (*EVEN, f"plan.schedule={schedule}", f"trainer.steps={steps}")
+            summary = trained(folder, f"{schedule}-{repeat}", words, 2)
+            results.append(
+                {
+                    name: round(number, 4)
+                    for name, number in (
+                        ("predicted_seconds", summary["predicted_step_seconds"]),
+                        ("measured_seconds", summary["step_seconds_median"]),
+                        ("predicted_bubble", _idle(summary, "predicted_")),
+                        ("measured_bubble", _idle(summary, "")),
+                    )
+                }
+            )
+            print(f"{schedule}: {results[-1]}", file=sys.stderr, flush=True)
     return found
+
+
+def _idle(summary: dict[str, Any], prefix: str) -> float:
+    """Return the fraction of a step in which the slowest rank neither computes nor updates."""
+    step = summary["predicted_step_seconds" if prefix else "step_seconds_median"]
+    busy = [
+        sum(rank[f"{prefix}seconds"][term] for term in ("forward", "backward"))
+        for rank in summary["ranks"]
+    ]
+    # The update of one rank includes its wait for the others.
+    update = min(rank[f"{prefix}seconds"]["update"] for rank in summary["ranks"])
+    return 1 - (max(busy) + update) / float(step)
 
 
 class WaitingBlock(nn.Linear):
@@ -216,7 +283,7 @@ def beside_a_slow_rank(
         for slow in (-1, 3, 0):
             name = f"{number}-{slow + 1}"
             words = (*WAITING, f"+model.kwargs={{slow:{slow}}}", f"trainer.steps={steps}")
-            summary = trained(folder, name, (*words, *settings, f"name={name}"))
+            summary = trained(folder, name, (*words, *settings))
             seconds = summary["step_seconds_median"]
             alike = alike or seconds
             key = f"{rule}, {f'rank {slow} slow' if slow >= 0 else 'all equal'}"
