@@ -14,6 +14,7 @@ from parallax.plan.schedule import SCHEDULES, named
 from parallax.plan.updates import Updates
 
 GIB = 2**30
+DRAINING = {name: each for name, each in SCHEDULES.items() if not each.continues}
 
 
 def stages_each(schedule: str, pipeline_ranks: int) -> int:

@@ -216,6 +216,7 @@ class Case:
                 local_groups=self.together.local_groups,
                 fragments=self.together.fragments,
                 fragment_delay=self.together.fragment_delay,
+                staleness=self.together.staleness_bound,
             ),
             loss=self.loss,
             steps=STEPS,

@@ -17,13 +17,12 @@ from parallax.model.factory.gpt import GPT, GPTConfig
 from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.rows import micro_batch_rows
-from parallax.plan.schedule import SCHEDULES
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.runtime.replicas.config import ReplicasConfig
 from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
-from tests.plans import make_plan, stages_each
+from tests.plans import DRAINING, make_plan, stages_each
 from tests.zoo import ADAPTED, FAMILIES, ZOO, Entry, tokens_batch
 
 ROWS, MICRO = 7, 2
@@ -77,14 +76,14 @@ def cases() -> list[Any]:
     pairs = itertools.cycle(replicas for replicas in REPLICAS if len(replicas) == 2)
     few = itertools.cycle([(1, 1), (1, 1), (2, 1), (1, 1), (1, 2)])
     found: list[Any] = []
-    for model, schedule in itertools.product(MODELS, SCHEDULES):
+    for model, schedule in itertools.product(MODELS, DRAINING):
         replicas, directive = next(turns)
         if not stages_each(schedule, len(replicas)):
             replicas = next(pairs)
         # Every second model and schedule: each of both has cases with and without.
-        suffix = (list(MODELS).index(model) + list(SCHEDULES).index(schedule)) // len(SCHEDULES) % 2
+        suffix = (list(MODELS).index(model) + list(DRAINING).index(schedule)) // len(DRAINING) % 2
         found.append(Case(model, schedule, replicas, directive, offloaded=suffix == 0))
-    schedules = len(SCHEDULES)
+    schedules = len(DRAINING)
     skipped = [(i // schedules + i % schedules) % schedules > 0 for i in range(len(found))]
     found = [
         pytest.param(case, marks=pytest.mark.thorough)
@@ -94,7 +93,7 @@ def cases() -> list[Any]:
     ]
     short = [
         Case(model, schedule, (2, 1), "keep", "bf16")
-        for model, schedule in zip(MODELS, itertools.cycle(SCHEDULES))
+        for model, schedule in zip(MODELS, itertools.cycle(DRAINING))
     ]
     thorough = [
         pytest.param(case, marks=pytest.mark.thorough) for i, case in enumerate(short) if i % 8
@@ -109,7 +108,7 @@ def every_case() -> list[Case]:
     return [
         Case(*each)
         for each in itertools.product(
-            MODELS, SCHEDULES, layouts, DIRECTIVES, precisions, (False, True)
+            MODELS, DRAINING, layouts, DIRECTIVES, precisions, (False, True)
         )
         if stages_each(each[1], len(each[2]))
     ]

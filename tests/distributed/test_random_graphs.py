@@ -20,12 +20,11 @@ from parallax.model.describe import Chain, describe, parameter_names
 from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.plan import Directive, Plan
-from parallax.plan.schedule import SCHEDULES
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
-from tests.plans import make_plan
+from tests.plans import DRAINING, make_plan
 
 # Of these; the zoo of benchmarks/ has more, and thorough tests train all of it.
 EXAMPLES, MORE = 5, 40
@@ -268,14 +267,14 @@ def cases(draw: st.DrawFn) -> Case:
     graph, rows = draw(graphs()), draw(st.integers(1, 9))
     chain = chain_of(graph)
     blocks = len(chain.blocks)
-    schedule = draw(st.sampled_from(sorted(SCHEDULES)))
+    schedule = draw(st.sampled_from(sorted(DRAINING)))
     fitting = [each for each in REPLICAS if len(each) <= blocks]
     twice = (
         [each for each in fitting if 1 < len(each) <= blocks // 2]
-        if SCHEDULES[schedule].allows(2)
+        if DRAINING[schedule].allows(2)
         else []
     )
-    if not twice and not SCHEDULES[schedule].allows(1):
+    if not twice and not DRAINING[schedule].allows(1):
         schedule = "zb-h1"
     interleave, replicas = (
         (2, draw(st.sampled_from(twice))) if twice else (1, draw(st.sampled_from(fitting)))

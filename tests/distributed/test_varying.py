@@ -18,12 +18,11 @@ from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.plan import Plan
 from parallax.plan.rows import micro_batch_rows
-from parallax.plan.schedule import SCHEDULES
 from parallax.runtime.engine import Engine
 from parallax.runtime.optim.kinds.adamw import AdamWConfig
 from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
-from tests.plans import described, make_plan
+from tests.plans import DRAINING, described, make_plan
 
 MICRO = 2
 # Fewer micro-batches than stages, fewer rows than replicas, last ones of any size.
@@ -74,7 +73,7 @@ class Case:
 
     @property
     def interleave(self) -> int:
-        return 2 if SCHEDULES[self.schedule].allows(2) and len(self.replicas) < 4 else 1
+        return 2 if DRAINING[self.schedule].allows(2) and len(self.replicas) < 4 else 1
 
     def plan(self, chain: Chain) -> Plan:
         return make_plan(
@@ -172,7 +171,7 @@ def in_turn(schedules: Iterable[str], layouts: list[tuple[int, ...]]) -> list[An
     ("schedule", "replicas"),
     [
         pytest.param(schedule, replicas, marks=THOROUGH if (i + j) % 3 else [])
-        for i, schedule in enumerate(SCHEDULES)
+        for i, schedule in enumerate(DRAINING)
         for j, replicas in enumerate(REPLICAS)
     ],
     ids=str,
@@ -264,7 +263,7 @@ def training_and_evaluating(case: Case) -> tuple[list[float], list[float], Gradi
     ("schedule", "replicas"),
     [
         pytest.param(schedule, replicas, marks=[] if (schedule, replicas) in CHOSEN else THOROUGH)
-        for schedule in SCHEDULES
+        for schedule in DRAINING
         for replicas in ((1, 1), (2, 1))
     ],
     ids=str,

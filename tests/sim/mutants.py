@@ -58,9 +58,9 @@ NO_WAITS = {
     "runtime/replicas/replicate.py split": "a function of that name, which tells",
     "runtime/executor.py _add_weight_gradients": "computes",
     "runtime/meters/memory.py _touch_libraries": "computes",
-    "runtime/update.py run: self._optimizer.skip()": "drops gradients, which the next step clears, too",
+    "runtime/update.py _run: self._optimizer.skip()": "drops gradients, which the next step clears, too",
     "runtime/optim/optimizer.py skip": "the same",
-    "runtime/executor.py run: spans.end(rank, index + action.step, action, waited)": "notes a time",
+    "runtime/executor.py run: spans.end(rank, index, action, waited)": "notes a time",
     "runtime/channels/shared_channel.py accept": "for a process, where the device is the host",
 }
 # What no rank does alone.

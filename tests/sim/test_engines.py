@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from parallax.plan.schedule import SCHEDULES
 from tests.distributed.pool import Pool
-from tests.plans import stages_each
+from tests.plans import DRAINING, stages_each
 from tests.sim import jobs
 
 STAGED_TOO = [
@@ -46,7 +45,7 @@ def check(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("direct", STAGED_TOO)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", DRAINING)
 def test_schedules(sim_pool: Pool, schedule: str, direct: bool) -> None:
     """NCCL's habits included: what connects late would make the ranks of a pipeline wait for each other."""
     each = stages_each(schedule, 2)

@@ -80,12 +80,14 @@ def kept_profile(folder: Path) -> ModelProfile:
 
 
 def test_a_noisy_profile_is_measured_again_and_a_quiet_one_is_kept(
-    tmp_path: Path, busy: list[float]
+    tmp_path: Path, busy: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     busy += [NOISY + 0.3, 1.1]
     noisy = profile_of(chain_of(linear()))
     assert noisy.noisy
     assert kept_profile(tmp_path) == noisy
+    assert profile_of(chain_of(linear())) == noisy  # in this process
+    monkeypatch.setattr(module, "_measured_here", set())  # in another one
     quiet = profile_of(chain_of(linear()))
     assert not quiet.noisy
     assert kept_profile(tmp_path) == quiet

@@ -13,7 +13,8 @@ from parallax.plan.simulation.longest_path import StageTimes, Timeline, time_sch
 from parallax.plan.simulation.simulate import Simulation, simulate
 from tests.unit.plan_fakes import FREE, cluster, pipeline, profile
 
-ONE_EACH = [name for name in SCHEDULES if SCHEDULES[name].allows(1)]  # stage to a pipeline rank
+DRAINING = [each for each in SCHEDULES.values() if not each.continues]
+ONE_EACH = [each.name for each in DRAINING if each.allows(1)]  # stage to a pipeline rank
 
 
 def run(

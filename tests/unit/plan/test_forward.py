@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from parallax.errors import InfeasiblePlan
 from parallax.plan.cost.forward import forward_plan
 from parallax.plan.plan import Plan, Prediction, RankPrediction, StagePlan
-from parallax.plan.schedule import SCHEDULES
 from parallax.plan.simulation.predict import predict
+from tests.unit.plan.simulated import DRAINING
 from tests.unit.plan_fakes import HUGE, block, cluster, profile, stages
 
 BLOCKS = [
@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
         forward_plan(profile(BLOCKS), cluster(2, tier=99), planned(offloaded))
 
 
-KINDS = [(name, each) for name in SCHEDULES for each in (1, 2) if SCHEDULES[name].allows(each)]
+KINDS = [(s.name, each) for s in DRAINING for each in (1, 2) if s.allows(each)]
 
 
 @settings(max_examples=60, deadline=None)

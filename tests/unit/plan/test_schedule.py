@@ -33,10 +33,11 @@ from parallax.plan.schedule.gpipe import gpipe
 from parallax.plan.schedule.one_forward import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD
 from parallax.plan.search.search import search
 from parallax.plan.simulation.simulate import simulate
+from tests.unit.plan.simulated import DRAINING
 from tests.unit.plan_fakes import block, cluster, pipeline, profile, stages
 
 SHAPES = [(1, 1), (1, 5), (2, 1), (2, 4), (3, 2), (4, 2), (4, 4), (4, 9), (5, 3)]
-KINDS = [(s, each) for s in SCHEDULES.values() for each in (1, 2, 3) if s.allows(each)]
+KINDS = [(s, each) for s in DRAINING for each in (1, 2, 3) if s.allows(each)]
 SENDS = {
     Kind.SEND_ACTIVATION: (Kind.RECEIVE_ACTIVATION, 1),
     Kind.SEND_GRADIENT: (Kind.RECEIVE_GRADIENT, -1),
@@ -193,7 +194,7 @@ def test_evaluation_only_goes_forward() -> None:
 LETTERS = {"forward": "F", "backward": "B", "backward_weight": "W"}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=str)
+@pytest.mark.parametrize("schedule", DRAINING, ids=str)
 def test_the_picture_is_what_the_simulator_does(schedule: Schedule) -> None:
     """One column of the docstring's picture is one unit of time; small letters are those of a pipeline rank's second
     stage."""

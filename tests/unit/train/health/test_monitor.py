@@ -22,7 +22,10 @@ def monitor(kind: str) -> HealthMonitor:
     chain = described(MLPConfig(layers=2, hidden=16, embedding=4, sequence=4).build)
     engine: Any = SimpleNamespace(
         mesh=SimpleNamespace(
-            device=torch.device(kind), nodes=nodes, all_gather_object=lambda mine: ["", mine]
+            device=torch.device(kind),
+            nodes=nodes,
+            all_gather_object=lambda mine: ["", mine],
+            asynchronous=False,
         ),
         plan=make_plan(chain, replicas=(2,), global_batch=8),
         tier_bytes=dict,
