@@ -242,10 +242,12 @@ class Mesh:
         """Begin :meth:`sum`, and return a function that waits for its result. All ranks call both, in one order."""
         if self.world is None:
             return lambda: values
-        work = dist.all_reduce(values, group=self.world, async_op=True)
+        # Dropped when waited for: a process must hold no work when its groups are destroyed.
+        works = [dist.all_reduce(values, group=self.world, async_op=True)]
 
         def wait() -> torch.Tensor:
-            work.wait()
+            while works:
+                works.pop().wait()
             return values
 
         return wait

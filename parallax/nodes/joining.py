@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 import sys
 import threading
@@ -227,4 +228,5 @@ def _check_size(store: Any, rank: int, size: int) -> None:
 def stop_processes() -> None:
     """Destroy the default process group. Without this, a normal exit may abort."""
     if dist.is_initialized():
+        gc.collect()  # what holds groups in reference cycles would end after the interpreter
         dist.destroy_process_group()

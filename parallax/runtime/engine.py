@@ -120,9 +120,7 @@ class Engine:
         of_step = step_loss(self._evaluation, chain, mesh)
         self._forward = ForwardEngine(chain, plan, mesh, built, of_step, training)
         self._evaluator = Evaluator(self._forward, chain, loss, self._evaluation, self._update.rows)
-        self._shares = AsynchronousSteps(
-            mesh, self._stage, self._optimizer, self._update, self._scale, self._forward.peak_bytes
-        )
+        self._shares = self._open_shares() if mesh.asynchronous else None
         self._step = 0
         # The batch with which the next step has begun, as given and as read.
         self._ahead: tuple[Rows, TimedRows] | None = None
@@ -147,6 +145,10 @@ class Engine:
             rounds=self._rounds,
             rows=RowComparison(self.mesh),
         )
+
+    def _open_shares(self) -> AsynchronousSteps:
+        parts = self._stage, self._optimizer, self._update, self._scale
+        return AsynchronousSteps(self.mesh, *parts, self._forward.peak_bytes)
 
     def _stalls(self) -> Callable[[], float]:
         """Return a function that returns how many seconds the host has waited so far for weights and activations."""
@@ -289,13 +291,13 @@ class Engine:
     def staleness(self) -> dict[int, int]:
         """How many gradients of asynchronous replicas had each staleness since the engine was built. Equal on all
         ranks; empty if replicas are not asynchronous."""
-        return self._shares.staleness
+        return {} if self._shares is None else self._shares.staleness
 
     @property
     def synced_bytes(self) -> int:
         """Bytes that this rank has sent since the engine was built: weights for the means of its replicas, or the
         gradients or weights of asynchronous replicas."""
-        return self._mean.sent_bytes + self._shares.sent_bytes
+        return self._mean.sent_bytes + (self._shares.sent_bytes if self._shares else 0)
 
     def end_round(self) -> None:
         """End the round of local steps now, for all fragments, so that all replicas of a stage have the same weights.
@@ -333,7 +335,7 @@ class Engine:
         :class:`~parallax.errors.NonFiniteError`, with unchanged weights.
         """
         self._check_trained()
-        if self.mesh.asynchronous:
+        if self._shares is not None:
             return self.steps(batch, Interval.of_one_step(self._step))[0]
         start, scale = time.perf_counter(), self._scale.factor
         timed, rows = self._forward.executor.timed, self._begun(batch)
@@ -392,7 +394,7 @@ class Engine:
         The result of an update that asynchronous replicas make has the figures of this rank only for the rows that this
         rank has computed.
         """
-        if not self.mesh.asynchronous:
+        if self._shares is None:
             return [self.step(batch, following)]
         self._check_trained()
         start = time.perf_counter()
@@ -593,6 +595,7 @@ class Engine:
     def close(self) -> None:
         """Release the stores, the channels and the process groups; the engine cannot be used any more."""
         self.saving.close()
+        self._shares = None  # it and its exchange refer to each other, which would keep the memory of the stage
         self._optimizer.close()
         if self._manager is not None:
             self._manager.close()

@@ -159,7 +159,9 @@ def test_a_begun_step_is_ended_first(pool: Pool, tmp_path: Path) -> None:
 def looping(case: Case, folder: Path) -> list[dict[str, Any]]:
     folder.mkdir(exist_ok=True)
     engine = case.engine(folder)
-    trainer = TrainerConfig(steps=9, global_batch=8, eval_every=4, checkpoint_every=3)
+    trainer = TrainerConfig(
+        steps=9, global_batch=8, eval_every=4, eval_batches=2, checkpoint_every=3
+    )
     logger = LoggerConfig(to=[], events=False)
     train(engine, CountingSource(), trainer, logger, folder, tokens_per_row=16)
     engine.close()
