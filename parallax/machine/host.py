@@ -20,6 +20,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 import psutil
@@ -227,6 +228,7 @@ def coalescing_variables() -> dict[str, str]:
     return {_TUNABLES: "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"}
 
 
+@cache  # a third of a second with huge pages
 def fresh_memory_seconds(*, huge: bool = False) -> float:
     """Return the CPU seconds per byte of allocating memory from the system and freeing it (page faults, zeroing,
     unmapping).
