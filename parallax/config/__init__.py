@@ -79,15 +79,17 @@ if TYPE_CHECKING:
 class RunConfig:
     """The settings of a run.
 
-    ``name``: the run's directory is ``runs/<name>``. ``seed``: the seed of initial weights, dropout and the order of
-    rows. ``task``: what `parallax plan` plans for. The tasks are training; evaluation, which runs forwards and computes
-    the loss; and inference, which runs forwards and keeps the outputs of a batch. ``compile``: compile the forward of
-    each block with torch.compile, which makes the first step slow. ``metrics``: metrics of torchmetrics. They are
-    computed on the held-out rows. A metric that needs only sums is also computed on the rows of each step. An entry of
-    the list is a name, such as accuracy, top5, f1, auroc or perplexity, or {name: NAME, kwargs: {KEY: VALUE}, target:
-    package.module:Class}. ``callbacks``: your own code in the training loop. An entry of the list is
-    ``package.module:factory`` or ``{target: package.module:factory, kwargs: {...}, on_error: note}``. An error of a
-    callback ends the run unless ``on_error`` is note.
+    ``name``: the run's directory is ``runs/<name>``.
+    ``seed``: the seed of initial weights, dropout and the order of rows.
+    ``task``: what `parallax plan` plans for. The tasks are training; evaluation, which runs forwards and computes the
+        loss; and inference, which runs forwards and keeps the outputs of a batch.
+    ``compile``: compile the forward of each block with torch.compile, which makes the first step slow.
+    ``metrics``: metrics of torchmetrics. They are computed on the held-out rows. A metric that needs only sums is also
+        computed on the rows of each step. An entry of the list is a name, such as accuracy, top5, f1, auroc or
+        perplexity, or {name: NAME, kwargs: {KEY: VALUE}, target: package.module:Class}.
+    ``callbacks``: your own code in the training loop. An entry of the list is ``package.module:factory`` or ``{target:
+        package.module:factory, kwargs: {...}, on_error: note}``. An error of a callback ends the run unless
+        ``on_error`` is note.
     """
 
     name: str = "auto"

@@ -45,13 +45,14 @@ KEPT = 0.36
 class ClusterConfig:
     """The devices to use; ``auto`` uses those of this machine.
 
-    ``kind``: cpu, or torch's name of an accelerator: cuda, xpu (auto: the kind that is present). ``devices``: the
-    number of devices (auto: all accelerators; on a CPU as many as its cores allow, at most eight). On a CPU a device is
-    a process that computes on ``threads`` cores (auto: ``OMP_NUM_THREADS``, otherwise its share of the cores).
+    ``kind``: cpu, or torch's name of an accelerator: cuda, xpu (auto: the kind that is present).
+    ``devices``: the number of devices (auto: all accelerators; on a CPU as many as its cores allow, at most eight). On
+        a CPU a device is a process that computes on ``threads`` cores (auto: ``OMP_NUM_THREADS``, otherwise its share
+        of the cores).
     ``device_memory``: the memory budget of each device, a hard limit for parameters, gradients, optimizer states and
-    activations (``cpu:BYTES`` sets it for CPU processes only, and other kinds use auto). ``host_memory`` and ``disk``:
-    capacity of each offload tier for all ranks of this machine. ``link``: the link between nodes: measured (auto), or
-    bytes per second, or a kind of link such as ethernet-10g.
+        activations (``cpu:BYTES`` sets it for CPU processes only, and other kinds use auto).
+    ``host_memory`` and ``disk``: capacity of each offload tier for all ranks of this machine.
+    ``link``: the link between nodes: measured (auto), or bytes per second, or a kind of link such as ethernet-10g.
     """
 
     name: str = "local"

@@ -74,11 +74,12 @@ class LossConfig:
     """The loss. It is computed over the whole global batch, however the batch is split.
 
     ``name``: model is the model's own loss, or mean cross-entropy if it has none; custom is your own loss. All other
-    names are losses of torch.nn.functional, which expect class scores in the last dimension of the outputs or of their
-    ``logits``. ``target``: your own loss for loss=custom, as package.module:name. It is a function (outputs, targets,
-    ...), or a class whose objects are such functions. ``kwargs``: arguments of your function or class, or options of
-    torch's loss, such as ``weight`` (a list with a number for each class), ``ignore_index``, ``label_smoothing`` and
-    ``reduction``.
+        names are losses of torch.nn.functional, which expect class scores in the last dimension of the outputs or of
+        their ``logits``.
+    ``target``: your own loss for loss=custom, as package.module:name. It is a function (outputs, targets, ...), or a
+        class whose objects are such functions.
+    ``kwargs``: arguments of your function or class, or options of torch's loss, such as ``weight`` (a list with a
+        number for each class), ``ignore_index``, ``label_smoothing`` and ``reduction``.
     """
 
     name: str = MODEL

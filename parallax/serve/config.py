@@ -18,20 +18,27 @@ _LEAST_TOKEN = 16  # characters
 class ServeConfig:
     """How ``parallax serve`` answers requests.
 
-    ``host``: the address to listen on; 0.0.0.0 listens on all addresses of this machine. ``port``: 0 chooses a free
-    one. ``max_batch_rows``: the largest number of rows in a batch, and so in a request. ``max_wait``: how long a
-    request waits for other requests to share its batch, in seconds, or as text such as 5ms. With 0, a request waits
-    only while the model is busy. With auto, the wait is chosen that has the smallest predicted 99th percentile of
-    latency at ``requests_per_second``. ``requests_per_second``: the expected rate of requests of one row, for which
-    latencies are predicted; 0: no prediction. ``p99``: the time within which 99% of the requests at this rate should be
-    answered, in seconds, or as text such as 50ms; 0: no target. ``batch_invariant``: pad each batch to
-    ``max_batch_rows`` rows, so that the bits of an answer do not depend on the other requests in its batch.
-    ``queue_rows``: the largest number of rows in the queue; further requests get status 503. ``timeout``: seconds after
-    which an unanswered request gets status 504, and within which a client must have sent its request.
-    ``max_body_bytes``: the largest body of a request; a larger one gets status 413. ``replicas``: the number of copies
-    of the model, each on an equal part of ``cluster.devices``; a copy that fails is restarted while the others answer.
-    ``follow``: load each new checkpoint that the run saves. ``token_file``: a file with the token that clients must
-    send as ``Authorization: Bearer TOKEN``; empty: no token is needed.
+    ``host``: the address to listen on; 0.0.0.0 listens on all addresses of this machine.
+    ``port``: 0 chooses a free one.
+    ``max_batch_rows``: the largest number of rows in a batch, and so in a request.
+    ``max_wait``: how long a request waits for other requests to share its batch, in seconds, or as text such as 5ms.
+        With 0, a request waits only while the model is busy. With auto, the wait is chosen that has the smallest
+        predicted 99th percentile of latency at ``requests_per_second``.
+    ``requests_per_second``: the expected rate of requests of one row, for which latencies are predicted; 0: no
+        prediction.
+    ``p99``: the time within which 99% of the requests at this rate should be answered, in seconds, or as text such as
+        50ms; 0: no target.
+    ``batch_invariant``: pad each batch to ``max_batch_rows`` rows, so that the bits of an answer do not depend on the
+        other requests in its batch.
+    ``queue_rows``: the largest number of rows in the queue; further requests get status 503.
+    ``timeout``: seconds after which an unanswered request gets status 504, and within which a client must have sent its
+        request.
+    ``max_body_bytes``: the largest body of a request; a larger one gets status 413.
+    ``replicas``: the number of copies of the model, each on an equal part of ``cluster.devices``; a copy that fails is
+        restarted while the others answer.
+    ``follow``: load each new checkpoint that the run saves.
+    ``token_file``: a file with the token that clients must send as ``Authorization: Bearer TOKEN``; empty: no token is
+        needed.
     """
 
     host: str = "127.0.0.1"

@@ -33,11 +33,12 @@ class LoggerConfig:
     """The logs of a run besides ``metrics.jsonl``.
 
     ``to``: the loggers to use: any of tensorboard, csv, wandb, mlflow and trackio. They get the figures of each step,
-    the memory and utilisation of each rank, the settings, and the run's name and tags. ``project``: the project of
-    Weights & Biases and Trackio, and the experiment of MLflow. ``tags``: tags of the run at these loggers. ``events``:
-    record every action of every rank, with its times. ``print_every``: the number of steps from one printed line to the
-    next, if the output is not a terminal; auto prints the first ten steps and then about a hundred lines in a run.
-    ``metrics.jsonl`` has every step.
+        the memory and utilisation of each rank, the settings, and the run's name and tags.
+    ``project``: the project of Weights & Biases and Trackio, and the experiment of MLflow.
+    ``tags``: tags of the run at these loggers.
+    ``events``: record every action of every rank, with its times.
+    ``print_every``: the number of steps from one printed line to the next, if the output is not a terminal; auto prints
+        the first ten steps and then about a hundred lines in a run. ``metrics.jsonl`` has every step.
     """
 
     to: list[str] = field(default_factory=lambda: ["tensorboard"])

@@ -25,15 +25,17 @@ _TAKES_LABELS: dict[str, bool] = {}  # by factory and arguments, because models 
 class CustomModelConfig(AdaptableModelConfig):
     """The user's own model.
 
-    ``target``: the factory as ``package.module:function``. It returns any nn.Module. ``kwargs``: arguments of the
-    factory, for example ``model.kwargs.width=64`` on a command line. If there is an argument ``sequence``, it is also
-    the number of tokens in a row of text. If there is an argument ``vocabulary``, it is also the number of tokens that
-    the model knows. Without such an argument, the number is 256. ``blocks``: module paths of the chain's blocks, in the
-    order of data flow. ``*`` stands for the members of a ModuleList (``[embed, layers.*, norm, head]``). If empty,
-    blocks are found automatically (:func:`~parallax.model.describe.describe`). ``weights``: a safetensors file, or a
-    folder of them, with initial weights. ``adapter``: adapters to train instead of the model, in peft's own keys
-    (:mod:`parallax.model.factory.adapters`). ``verify``: whether to compare the chain with the model's own forward
-    before the first step: true, false, or auto (once per model, :func:`~parallax.model.verification.verify.verify`).
+    ``target``: the factory as ``package.module:function``. It returns any nn.Module.
+    ``kwargs``: arguments of the factory, for example ``model.kwargs.width=64`` on a command line. If there is an
+        argument ``sequence``, it is also the number of tokens in a row of text. If there is an argument ``vocabulary``,
+        it is also the number of tokens that the model knows. Without such an argument, the number is 256.
+    ``blocks``: module paths of the chain's blocks, in the order of data flow. ``*`` stands for the members of a
+        ModuleList (``[embed, layers.*, norm, head]``). If empty, blocks are found automatically
+        (:func:`~parallax.model.describe.describe`).
+    ``weights``: a safetensors file, or a folder of them, with initial weights.
+    ``adapter``: adapters to train instead of the model, in peft's own keys (:mod:`parallax.model.factory.adapters`).
+    ``verify``: whether to compare the chain with the model's own forward before the first step: true, false, or auto
+        (once per model, :func:`~parallax.model.verification.verify.verify`).
     """
 
     name: str = "custom"

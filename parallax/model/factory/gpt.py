@@ -17,10 +17,15 @@ from parallax.model.source import ModelConfig
 class GPTConfig(ModelConfig):
     """Sizes of a GPT-style decoder.
 
-    ``layers``: transformer blocks. ``hidden``: model width. ``heads``: attention heads; must divide ``hidden``.
-    ``vocabulary``: number of tokens, 256 for bytes. ``sequence``: tokens per row. ``dropout``: probability. ``tied``:
-    the head shares the embedding's weight. ``verify``: whether to compare the chain with the model's own forward before
-    the first step: true, false, or auto (once per model, :func:`~parallax.model.verification.verify.verify`).
+    ``layers``: transformer blocks.
+    ``hidden``: model width.
+    ``heads``: attention heads; must divide ``hidden``.
+    ``vocabulary``: number of tokens, 256 for bytes.
+    ``sequence``: tokens per row.
+    ``dropout``: probability.
+    ``tied``: the head shares the embedding's weight.
+    ``verify``: whether to compare the chain with the model's own forward before the first step: true, false, or auto
+        (once per model, :func:`~parallax.model.verification.verify.verify`).
     """
 
     name: str = "gpt"

@@ -40,14 +40,17 @@ class HuggingFaceConfig(AdaptableModelConfig):
     """A model of transformers.
 
     ``architecture``: the name of a class (``LlamaForCausalLM``), or of a task (``AutoModelForSequenceClassification``).
-    For a task, the class follows from ``config.model_type`` or the folder. ``config``: settings that differ from the
-    class's default configuration, also nested ones (``model.config.hidden_size=256``). ``pretrained``: a folder with
-    ``config.json`` and safetensors files, as ``save_pretrained`` writes. Class, sizes and weights come from this
-    folder. Weights that it lacks, such as those of a new head, are created by the model's constructor. Nothing is
-    downloaded. ``attention``: the attention implementation, by transformers' name; auto is transformers' choice.
-    ``sequence``: tokens per row of text. ``adapter``: adapters to train instead of the model, in peft's own keys
-    (:mod:`parallax.model.factory.adapters`). ``verify``: whether to compare the chain with the model's own forward
-    before the first step: true, false, or auto (once per model, :func:`~parallax.model.verification.verify.verify`).
+        For a task, the class follows from ``config.model_type`` or the folder.
+    ``config``: settings that differ from the class's default configuration, also nested ones
+        (``model.config.hidden_size=256``).
+    ``pretrained``: a folder with ``config.json`` and safetensors files, as ``save_pretrained`` writes. Class, sizes and
+        weights come from this folder. Weights that it lacks, such as those of a new head, are created by the model's
+        constructor. Nothing is downloaded.
+    ``attention``: the attention implementation, by transformers' name; auto is transformers' choice.
+    ``sequence``: tokens per row of text.
+    ``adapter``: adapters to train instead of the model, in peft's own keys (:mod:`parallax.model.factory.adapters`).
+    ``verify``: whether to compare the chain with the model's own forward before the first step: true, false, or auto
+        (once per model, :func:`~parallax.model.verification.verify.verify`).
     """
 
     name: str = "huggingface"

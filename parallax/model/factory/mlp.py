@@ -16,10 +16,13 @@ from parallax.model.source import ModelConfig
 class MLPConfig(ModelConfig):
     """Sizes of a model that predicts the next byte from a window of bytes (Bengio et al. 2003).
 
-    ``layers``: number of hidden layers. ``hidden``: their width. ``embedding``: embedding dimension per byte.
-    ``vocabulary``: number of tokens, 256 for bytes. ``sequence``: bytes in the window. ``verify``: whether to compare
-    the chain with the model's own forward before the first step: true, false, or auto (once per model,
-    :func:`~parallax.model.verification.verify.verify`).
+    ``layers``: number of hidden layers.
+    ``hidden``: their width.
+    ``embedding``: embedding dimension per byte.
+    ``vocabulary``: number of tokens, 256 for bytes.
+    ``sequence``: bytes in the window.
+    ``verify``: whether to compare the chain with the model's own forward before the first step: true, false, or auto
+        (once per model, :func:`~parallax.model.verification.verify.verify`).
     """
 
     name: str = "mlp"

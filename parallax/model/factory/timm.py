@@ -27,13 +27,14 @@ _TWICE = re.compile(r"got multiple values for keyword argument '(\w+)'")
 class TimmConfig(AdaptableModelConfig):
     """A model of timm.
 
-    ``architecture``: a name of ``timm.list_models()`` (``vit_tiny_patch16_224``). ``kwargs``: arguments of
-    ``timm.create_model``. ``pretrained``: a safetensors file, or a folder with ``model.safetensors`` and optionally
-    ``config.json``, as timm's ``save_for_hf`` writes. Weights come from it. Architecture and arguments come from it,
-    too, if you give none. If the model has another number of classes, its head keeps the constructor's values. Nothing
-    is downloaded. ``adapter``: adapters to train instead of the model, in peft's own keys
-    (:mod:`parallax.model.factory.adapters`). ``verify``: whether to compare the chain with the model's own forward
-    before the first step: true, false, or auto (once per model, :func:`~parallax.model.verification.verify.verify`).
+    ``architecture``: a name of ``timm.list_models()`` (``vit_tiny_patch16_224``).
+    ``kwargs``: arguments of ``timm.create_model``.
+    ``pretrained``: a safetensors file, or a folder with ``model.safetensors`` and optionally ``config.json``, as timm's
+        ``save_for_hf`` writes. Weights come from it. Architecture and arguments come from it, too, if you give none. If
+        the model has another number of classes, its head keeps the constructor's values. Nothing is downloaded.
+    ``adapter``: adapters to train instead of the model, in peft's own keys (:mod:`parallax.model.factory.adapters`).
+    ``verify``: whether to compare the chain with the model's own forward before the first step: true, false, or auto
+        (once per model, :func:`~parallax.model.verification.verify.verify`).
     """
 
     name: str = "timm"

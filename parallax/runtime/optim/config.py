@@ -26,19 +26,21 @@ class OptimizerConfig(Registered):
 
     Each dataclass is in its own module of :mod:`parallax.runtime.optim.kinds`.
 
-    ``lr``: the learning rate, which the schedule multiplies. ``weight_decay`` applies to matrices only. ``clip_norm``
-    bounds the global gradient norm over all stages; 0 is no clipping. ``clip_value`` bounds each element of a gradient,
-    after ``clip_norm``; 0 is no clipping. ``layer_decay``: the learning rate of a layer is multiplied by this factor
-    once for each later layer. Layers are told apart by the first number in the names of their parameters.
+    ``lr``: the learning rate, which the schedule multiplies.
+    ``weight_decay`` applies to matrices only.
+    ``clip_norm`` bounds the global gradient norm over all stages; 0 is no clipping.
+    ``clip_value`` bounds each element of a gradient, after ``clip_norm``; 0 is no clipping.
+    ``layer_decay``: the learning rate of a layer is multiplied by this factor once for each later layer. Layers are
+        told apart by the first number in the names of their parameters.
     ``delay_correction``: with ``trainer.updates=delayed``, compute gradients with predicted weights, the newest ones
-    plus their last change. It needs memory for one more copy of the weights. ``groups``:
-    settings of some parameters, ``[{match: "*.bias|norm.*", weight_decay: 0}, {match: "head.*", lr: 0.001}, {match:
-    "layers.{0..3}.*", freeze: true}]``. ``match``: a pattern of parameter names; ``type``: the class of the parameter's
-    module; ``dims``: the number of its dimensions. A parameter belongs to the first group of which it fits all of these
-    keys. The other keys of a group are settings of the optimizer; ``freeze: true`` trains none of the group's
-    parameters. A group with its own ``clip_norm`` is clipped by the norm of its own gradients. All other gradients are
-    clipped by their common norm and ``optimizer.clip_norm``. A group's own ``clip_value`` bounds the elements of its
-    gradients.
+        plus their last change. It needs memory for one more copy of the weights.
+    ``groups``: settings of some parameters, ``[{match: "*.bias|norm.*", weight_decay: 0}, {match: "head.*", lr: 0.001},
+        {match: "layers.{0..3}.*", freeze: true}]``. ``match``: a pattern of parameter names; ``type``: the class of the
+        parameter's module; ``dims``: the number of its dimensions. A parameter belongs to the first group of which it
+        fits all of these keys. The other keys of a group are settings of the optimizer; ``freeze: true`` trains none of
+        the group's parameters. A group with its own ``clip_norm`` is clipped by the norm of its own gradients. All
+        other gradients are clipped by their common norm and ``optimizer.clip_norm``. A group's own ``clip_value``
+        bounds the elements of its gradients.
     """
 
     package: ClassVar[str] = "parallax.runtime.optim.kinds"

@@ -18,9 +18,9 @@ class ScheduleConfig(Registered):
     """A learning-rate schedule, which gives the factor of all learning rates at each step. The factor depends on the
     step alone, so a resumed run continues the schedule. This is the base class of the dataclasses of ``schedule=``.
 
-    ``unit``: what the schedule counts: ``steps``, or ``epochs``, with a constant rate within an epoch. ``warmup``: for
-    how many steps or epochs the rate rises linearly from near zero, before the schedule begins. ``epoch_steps``: the
-    steps of an epoch; 0 derives them from the number of rows.
+    ``unit``: what the schedule counts: ``steps``, or ``epochs``, with a constant rate within an epoch.
+    ``warmup``: for how many steps or epochs the rate rises linearly from near zero, before the schedule begins.
+    ``epoch_steps``: the steps of an epoch; 0 derives them from the number of rows.
     """
 
     package: ClassVar[str] = "parallax.runtime.optim.schedules"

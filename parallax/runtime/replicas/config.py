@@ -26,22 +26,30 @@ _OF_LOCAL = (
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicasConfig:
-    """``mode``: what the replicas of a stage exchange. With synchronous, they sum their gradients in every step, which
-    is exact. With local, each replica takes the steps of a round alone, with its own rows; at the end of the round, all
-    replicas take the mean of their weights (local SGD), or an outer optimizer steps their weights by the mean change
-    (DiLoCo). This sends fewer bytes over slow links, and gives another loss. With asynchronous, replicas do not wait
-    for each other: each sends its gradients to the first replica, which has the weights and the optimizer states, and
-    takes the newest weights from it. A slow replica then costs only its own part of the speed; this gives another loss,
-    and a run is not reproducible. ``staleness``: the most updates between the weights that an asynchronous replica
-    computes a gradient with, and the update that uses it; 0 is synchronous. ``sync_every``: the number of steps in a
-    round. ``groups``: the number of groups of replicas that step together, such as those of one host: the replicas of a
-    group sum their gradients in every step. With auto, each replica steps alone. ``outer_lr``, ``outer_momentum``: the
-    learning rate and the Nesterov momentum of the outer optimizer, which is SGD. With 1 and 0, all replicas take the
-    mean; DiLoCo uses 0.7 and 0.9. ``outer_compress``: the number format in which the changes of the weights are
-    exchanged: none, or fp16 or bf16 for half the bytes. ``fragments``: the number of parts of the model that are
-    exchanged at different steps of a round, each once, so that less is exchanged at a time. ``fragment_delay``: the
-    steps that go on while a fragment is exchanged. When its exchange ends, each replica keeps the progress that it has
-    made meanwhile. This hides the exchange, and needs memory for two copies of the fragment.
+    """How the replicas of a stage exchange gradients or weights, and over which rows BatchNorms compute statistics.
+
+    ``mode``: the exchange between the replicas of a stage: synchronous, local or asynchronous. With synchronous, they
+        sum their gradients in every step, which is exact. With local, each replica takes the steps of a round alone,
+        with its own rows. At the end of the round, all replicas get the mean of their weights (local SGD), or an outer
+        optimizer steps their weights by the mean change (DiLoCo). This sends fewer bytes over slow links, but the loss
+        differs from that of synchronous replicas. With asynchronous, replicas do not wait for each other. Each sends
+        its gradients to the first replica, which has the weights and the optimizer states, and gets the newest weights
+        back. A slow replica then does not slow the others down, but the loss differs from that of synchronous replicas,
+        and a run is not reproducible.
+    ``staleness``: the largest number of updates between the weights with which an asynchronous replica computes a
+        gradient, and the update that uses this gradient; 0 is synchronous.
+    ``sync_every``: the number of steps in a round.
+    ``groups``: the number of groups of replicas that step together, such as those of one host: the replicas of a group
+        sum their gradients in every step. With auto, each replica steps alone.
+    ``outer_lr``, ``outer_momentum``: the learning rate and the Nesterov momentum of the outer optimizer, which is SGD.
+        With 1 and 0, all replicas take the mean; DiLoCo uses 0.7 and 0.9.
+    ``outer_compress``: the number format in which the changes of the weights are exchanged: none, or fp16 or bf16 for
+        half the bytes.
+    ``fragments``: the number of parts of the model. Each part, a fragment, is exchanged once in a round, at another
+        step than the others, so that fewer bytes are exchanged at one time.
+    ``fragment_delay``: the number of steps that run while a fragment is exchanged. When the exchange ends, each replica
+        keeps the progress of these steps. So the exchange overlaps with compute, but needs memory for two copies of the
+        fragment.
 
     ``compress``: the form in which gradients are summed over the replicas of a stage. none is exact. fp16 and bf16
     halve the size of all-reduces (fp16 loses gradients below 6e-8). powersgd approximates each matrix by a product of

@@ -45,11 +45,12 @@ class AudioDataConfig(IndexedDataConfig):
     """Sound files (WAV, FLAC, OGG, MP3). Each row is a window of one file, as float32 of shape (channels, samples).
 
     ``path``: a folder with a subfolder of files for each class, or a CSV file with the columns path (relative to the
-    CSV file's folder) and label. ``seconds``: the length of a window; shorter files are padded with zeros. ``rate``:
-    samples per second, which must be equal in all files; auto is the rate of the first file. ``channels``: 1 averages
-    all channels of a file; a larger number must equal the number of channels of every file. ``window``: random draws a
-    new window of each training file in each epoch, and uses the beginning of held-out files; first always uses the
-    beginning.
+        CSV file's folder) and label.
+    ``seconds``: the length of a window; shorter files are padded with zeros.
+    ``rate``: samples per second, which must be equal in all files; auto is the rate of the first file.
+    ``channels``: 1 averages all channels of a file; a larger number must equal the number of channels of every file.
+    ``window``: random draws a new window of each training file in each epoch, and uses the beginning of held-out files;
+        first always uses the beginning.
     """
 
     name: str = "audio"

@@ -83,9 +83,10 @@ class ChatDataConfig(IndexedDataConfig):
     """Conversations. Only the assistant's tokens are targets of the loss.
 
     ``path``: a ``.jsonl`` or ``.parquet`` file, a folder with such files, or a ``.json`` file with one list.
-    ``tokenizer``: a folder written by ``save_pretrained`` of transformers. ``template``: a file with a chat template;
-    auto uses the tokenizer's template. ``too_long``: truncate shortens a conversation to its first ``model.sequence``
-    tokens, and skips it if none of them is the assistant's; drop skips every longer conversation.
+    ``tokenizer``: a folder written by ``save_pretrained`` of transformers.
+    ``template``: a file with a chat template; auto uses the tokenizer's template.
+    ``too_long``: truncate shortens a conversation to its first ``model.sequence`` tokens, and skips it if none of them
+        is the assistant's; drop skips every longer conversation.
     """
 
     name: str = "chat"

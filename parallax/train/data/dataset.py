@@ -54,13 +54,15 @@ class DatasetDataConfig(IndexedDataConfig):
     """Settings of a user's ``Dataset``.
 
     ``target``: a factory as ``package.module:function`` that returns a map-style dataset (with ``__len__`` and
-    ``__getitem__``), a Hugging Face dataset, an iterable dataset, or a ``DataLoader``. Only the dataset and the
-    ``collate_fn`` of a ``DataLoader`` are used. ``kwargs``: keyword arguments of the factory. ``collate``: a function
-    that converts a list of examples to a batch; auto is the loader's ``collate_fn`` or torch's ``default_collate``.
+        ``__getitem__``), a Hugging Face dataset, an iterable dataset, or a ``DataLoader``. Only the dataset and the
+        ``collate_fn`` of a ``DataLoader`` are used.
+    ``kwargs``: keyword arguments of the factory.
+    ``collate``: a function that converts a list of examples to a batch; auto is the loader's ``collate_fn`` or torch's
+        ``default_collate``.
     ``inputs``, ``targets``: for examples that are mappings, the keys of the model's inputs and of the loss's targets.
-    With auto, the targets are the first of labels, label, targets, target and y that exists, and the inputs are all
-    other keys. A model of transformers, which computes its own loss, also gets the labels as an input. For examples
-    that are tuples, the last value is the targets.
+        With auto, the targets are the first of labels, label, targets, target and y that exists, and the inputs are all
+        other keys. A model of transformers, which computes its own loss, also gets the labels as an input. For examples
+        that are tuples, the last value is the targets.
     """
 
     name: str = "dataset"

@@ -54,20 +54,25 @@ _MODES = {3: "RGB", 1: "L"}
 class ImageDataConfig(IndexedDataConfig):
     """Settings of all kinds of data with images.
 
-    ``size``: height and width of a row in pixels. ``resize``: the length in pixels to which the short side is resized
-    before ``crop=center`` crops the middle; auto is ``size``. ``crop``: center; or random, which crops a random box of
-    each training image and resizes it. The box's share of the area is drawn from ``scale``, and its width / height from
-    ``ratio``. ``flip``: mirror a training row with probability 1/2. ``interpolation``: bilinear, bicubic, lanczos, box,
-    hamming or nearest. ``channels``: 3 converts all images to RGB, 1 to grey; transparency is dropped, and 16-bit
-    values keep their upper 8 bits. ``mean``, ``std``: values for the normalization of each channel, on a scale from 0
-    to 1; auto uses ImageNet's. ``transform``: a function as ``package.module:function`` that replaces the resizing,
-    cropping and flipping, such as a composition of torchvision's transforms. The function gets a Pillow image with
-    ``channels`` channels. If the function returns a Pillow image, its values are normalized; a tensor or an array is
-    used unchanged. The global generators of Python, numpy and torch are seeded for each row. ``broken``: refuse ends
-    the run at a file that is not an image; skip checks the headers of all files once, at the first start, and skips
-    broken files. In both cases a file that cannot be decoded ends the run. ``max_pixels``: the maximum pixels of a
-    stored image. ``max_file``: the maximum bytes of an encoded image. ``in_memory``: read all encoded images into
-    memory at the start; workers share this memory.
+    ``size``: height and width of a row in pixels.
+    ``resize``: the length in pixels to which the short side is resized before ``crop=center`` crops the middle; auto is
+        ``size``.
+    ``crop``: center; or random, which crops a random box of each training image and resizes it. The box's share of the
+        area is drawn from ``scale``, and its width / height from ``ratio``.
+    ``flip``: mirror a training row with probability 1/2.
+    ``interpolation``: bilinear, bicubic, lanczos, box, hamming or nearest.
+    ``channels``: 3 converts all images to RGB, 1 to grey; transparency is dropped, and 16-bit values keep their upper 8
+        bits.
+    ``mean``, ``std``: values for the normalization of each channel, on a scale from 0 to 1; auto uses ImageNet's.
+    ``transform``: a function as ``package.module:function`` that replaces the resizing, cropping and flipping, such as
+        a composition of torchvision's transforms. The function gets a Pillow image with ``channels`` channels. If the
+        function returns a Pillow image, its values are normalized; a tensor or an array is used unchanged. The global
+        generators of Python, numpy and torch are seeded for each row.
+    ``broken``: refuse ends the run at a file that is not an image; skip checks the headers of all files once, at the
+        first start, and skips broken files. In both cases a file that cannot be decoded ends the run.
+    ``max_pixels``: the maximum pixels of a stored image.
+    ``max_file``: the maximum bytes of an encoded image.
+    ``in_memory``: read all encoded images into memory at the start; workers share this memory.
     """
 
     size: int = 224

@@ -50,13 +50,14 @@ class IndexedDataConfig(DataConfig):
     """Settings of all kinds of data with numbered rows.
 
     ``validation``: the share of rows to hold out; auto holds out a twentieth, at most 1000 rows; 0 holds out none.
-    Instead of a share, you can name separate validation sets: ``data.validation.NAME.KEY=VALUE`` gives each setting in
-    which the set NAME differs from the training rows. ``shuffle``: visit the rows in a new order in each epoch.
+        Instead of a share, you can name separate validation sets: ``data.validation.NAME.KEY=VALUE`` gives each setting
+        in which the set NAME differs from the training rows.
+    ``shuffle``: visit the rows in a new order in each epoch.
     ``last_batch``: what to do with an incomplete batch at the end of an epoch: continue fills it with rows of the next
-    epoch, keep uses a smaller batch, drop skips its rows, repeat fills it with the first rows of the same epoch.
+        epoch, keep uses a smaller batch, drop skips its rows, repeat fills it with the first rows of the same epoch.
     ``workers``: processes of each rank that prefetch rows; 0 reads in the rank itself; auto is 0 if reading a row takes
-    less than 50 µs, otherwise the rank's share of the cores, at most 4. ``prefetch``: the maximum bytes that a rank
-    prefetches.
+        less than 50 µs, otherwise the rank's share of the cores, at most 4.
+    ``prefetch``: the maximum bytes that a rank prefetches.
     """
 
     reading: ClassVar[frozenset[str]] = frozenset({"workers", "prefetch"})

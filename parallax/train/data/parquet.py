@@ -43,11 +43,12 @@ class ParquetDataConfig(IndexedDataConfig):
     """Columns of Parquet and Arrow files: numbers, and lists of numbers of equal length.
 
     ``path``: a file; a folder, whose .parquet, .pq, .arrow, .feather and .ipc files are read in the order of their
-    names; or a pattern such as ``rows/train-*.parquet``. ``inputs``, ``targets``: the columns for the model and for the
-    loss. A list of names is passed to the model as keyword arguments. With auto, the targets are the first of labels,
-    label, targets, target and y that exists, and the inputs are all other columns but the index of pandas. ``stack``:
-    combine the input columns into one float32 tensor of shape (rows, columns). ``cache``: the maximum bytes of decoded
-    row groups in each process.
+        names; or a pattern such as ``rows/train-*.parquet``.
+    ``inputs``, ``targets``: the columns for the model and for the loss. A list of names is passed to the model as
+        keyword arguments. With auto, the targets are the first of labels, label, targets, target and y that exists, and
+        the inputs are all other columns but the index of pandas.
+    ``stack``: combine the input columns into one float32 tensor of shape (rows, columns).
+    ``cache``: the maximum bytes of decoded row groups in each process.
     """
 
     name: str = "parquet"

@@ -35,9 +35,11 @@ class ShardsDataConfig(ImageDataConfig):
     """Samples in tar files of WebDataset's format.
 
     ``path``: a folder of tar files, a glob, a name with a range (``'data.path="train-{000..099}.tar"'``), or a URL that
-    fsspec reads. Adjacent members with the same name up to the first dot form a sample, and the rest of a name is the
-    field. ``inputs``: the field of the inputs: image suffixes, ``npy`` or ``json:KEY``; each sample must have one of
-    the fields listed. ``targets``: the field of the targets: ``cls`` (an integer as text), ``json:KEY`` or ``npy``.
+        fsspec reads. Adjacent members with the same name up to the first dot form a sample, and the rest of a name is
+        the field.
+    ``inputs``: the field of the inputs: image suffixes, ``npy`` or ``json:KEY``; each sample must have one of the
+        fields listed.
+    ``targets``: the field of the targets: ``cls`` (an integer as text), ``json:KEY`` or ``npy``.
     """
 
     name: str = "shards"

@@ -61,12 +61,14 @@ NOT_TEXT_OF_STDLIB = frozenset(
 class TextDataConfig(IndexedDataConfig):
     """Bytes or tokens of text files.
 
-    ``path``: a folder or a file; auto is the source code of Python's standard library. ``pattern``: the names of the
-    files to read in a folder, such as ``*.txt``. ``max_bytes``: the maximum bytes of text to read. ``tokenizer``: a
-    ``tokenizer.json``, or a folder written by ``save_pretrained`` of transformers; empty for bytes. ``documents``:
-    packed joins all files to one stream, with the tokenizer's end-of-text token after each file, and divides the stream
-    into rows; single starts a new row for each file; lines makes each line a row. Short rows are padded. ``field``: the
-    key of the text in each line of ``.jsonl`` files; each line then counts as a separate file.
+    ``path``: a folder or a file; auto is the source code of Python's standard library.
+    ``pattern``: the names of the files to read in a folder, such as ``*.txt``.
+    ``max_bytes``: the maximum bytes of text to read.
+    ``tokenizer``: a ``tokenizer.json``, or a folder written by ``save_pretrained`` of transformers; empty for bytes.
+    ``documents``: packed joins all files to one stream, with the tokenizer's end-of-text token after each file, and
+        divides the stream into rows; single starts a new row for each file; lines makes each line a row. Short rows are
+        padded.
+    ``field``: the key of the text in each line of ``.jsonl`` files; each line then counts as a separate file.
 
     A ``validation`` share holds out the end of a packed stream; auto is a twentieth, at most 128 Ki bytes or tokens.
     With single and lines, random rows are held out.

@@ -57,11 +57,12 @@ class TokensDataConfig(IndexedDataConfig):
     """Token files of other programs: ``.bin`` of nanoGPT and llm.c, ``.npy`` of numpy, and ``.bin`` with ``.idx`` of
     Megatron.
 
-    ``path``: a file, or a folder with token files. ``dtype``: the type of the numbers in a ``.bin`` file without a
-    header: uint16 or uint32; auto is uint16. ``documents``: packed divides each file's stream of tokens into rows;
-    single starts a new row for each document, with padding at the end, and needs Megatron's files. ``mixture``: the
-    names of several sources and their shares of the rows, such as ``data.mixture={web: 0.7, code: 0.3}``. Each name is
-    a file or folder, relative to ``path`` if ``path`` is set.
+    ``path``: a file, or a folder with token files.
+    ``dtype``: the type of the numbers in a ``.bin`` file without a header: uint16 or uint32; auto is uint16.
+    ``documents``: packed divides each file's stream of tokens into rows; single starts a new row for each document,
+        with padding at the end, and needs Megatron's files.
+    ``mixture``: the names of several sources and their shares of the rows, such as ``data.mixture={web: 0.7, code:
+        0.3}``. Each name is a file or folder, relative to ``path`` if ``path`` is set.
     """
 
     name: str = "tokens"

@@ -13,9 +13,9 @@ class EmaAverage(EmaConfig):
     """The mean of the weights of all averaged steps, as in ``torch.optim.swa_utils.AveragedModel`` (stochastic weight
     averaging, Izmailov et al. 2018).
 
-    ``start``: the first step whose weights are averaged; before it, validation uses the trained weights. ``every``:
-    steps from one averaging to the next. ``evaluate``: compute validation losses with the averages; these
-    losses also select the best checkpoint.
+    ``start``: the first step whose weights are averaged; before it, validation uses the trained weights.
+    ``every``: steps from one averaging to the next.
+    ``evaluate``: compute validation losses with the averages; these losses also select the best checkpoint.
     """
 
     name: str = "average"

@@ -14,10 +14,11 @@ class EmaOn(EmaConfig):
     """An exponential moving average, as in ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn``. The
     first update copies the weights.
 
-    ``decay``: the weight of the old average in each update. ``warmup``: auto limits the decay of the n-th update after
-    the first to ``(1 + n) / (10 + n)``, so that the average soon forgets the first weights; off always uses the full
-    decay. ``every``: steps between updates. ``evaluate``: compute validation losses with the averages; these losses
-    also select the best checkpoint.
+    ``decay``: the weight of the old average in each update.
+    ``warmup``: auto limits the decay of the n-th update after the first to ``(1 + n) / (10 + n)``, so that the average
+        soon forgets the first weights; off always uses the full decay.
+    ``every``: steps between updates.
+    ``evaluate``: compute validation losses with the averages; these losses also select the best checkpoint.
     """
 
     name: str = "on"

@@ -20,9 +20,10 @@ class CustomOptimizerConfig(OptimizerConfig):
     plan divide parameters.
 
     ``target``: the class as ``package.module:Class``, such as ``torch.optim:Adafactor``, or a function that takes
-    parameter groups and returns the optimizer. ``kwargs``: the arguments of the class besides the parameters and
-    ``lr``. ``weight_decay`` applies to all parameters, as it does for a torch optimizer without groups; 0 leaves the
-    class's default.
+        parameter groups and returns the optimizer.
+    ``kwargs``: the arguments of the class besides the parameters and ``lr``.
+    ``weight_decay`` applies to all parameters, as it does for a torch optimizer without groups; 0 leaves the class's
+        default.
     """
 
     name: str = "custom"

@@ -15,8 +15,12 @@ from parallax.runtime.optim.config import Group, OptimizerConfig, check_momentum
 
 @dataclass(frozen=True, kw_only=True)
 class SGDConfig(OptimizerConfig):
-    """SGD with the values of torch's own examples: no weight decay, no clipping. ``momentum``: the momentum factor; 0
-    keeps no state. ``nesterov``: use Nesterov's momentum. ``weight_decay`` is added to the gradient."""
+    """SGD with the values of torch's own examples: no weight decay, no clipping.
+
+    ``momentum``: the momentum factor; 0 keeps no state.
+    ``nesterov``: use Nesterov's momentum.
+    ``weight_decay`` is added to the gradient.
+    """
 
     moves_bytes_only: ClassVar[bool] = True
 

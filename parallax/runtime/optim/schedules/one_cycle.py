@@ -14,7 +14,8 @@ class OneCycleSchedule(ScheduleConfig):
     """One cycle (Smith and Topin 2019), as torch's ``OneCycleLR`` without cycling momentum: up to the full rate and
     down again, both along a cosine.
 
-    ``rise``: the part of the run in which the rate rises. ``div``: the full rate divided by the first rate.
+    ``rise``: the part of the run in which the rate rises.
+    ``div``: the full rate divided by the first rate.
     ``final_div``: the first rate divided by the last rate.
     """
 

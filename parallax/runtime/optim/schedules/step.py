@@ -10,9 +10,13 @@ from parallax.runtime.optim.schedule import ScheduleConfig, check_share
 
 @dataclass(frozen=True, kw_only=True)
 class StepSchedule(ScheduleConfig):
-    """Decay in steps. ``gamma``: the factor by which each decay multiplies the rate. ``every``: steps or epochs from
-    one decay to the next, counted from the start of the run; 0 without milestones is a third of the run.
-    ``milestones``: decay at each of these steps or epochs."""
+    """Decay in steps.
+
+    ``gamma``: the factor by which each decay multiplies the rate.
+    ``every``: steps or epochs from one decay to the next, counted from the start of the run; 0 without milestones is a
+        third of the run.
+    ``milestones``: decay at each of these steps or epochs.
+    """
 
     name: str = "step"
     gamma: float = 0.1

@@ -14,9 +14,10 @@ from parallax.runtime.optim.schedule import ScheduleConfig, check_share
 class WSDSchedule(ScheduleConfig):
     """Warm-up, stable rate, decay (Hu et al. 2024, "MiniCPM", section 4).
 
-    ``decay``: the fraction of the run, at its end, in which the rate falls. ``final``: the factor at the end of the
-    run. ``shape``: the shape of the decay: linear, cosine, or sqrt, which is one minus the square root of the decay's
-    progress (Hägele et al. 2024).
+    ``decay``: the fraction of the run, at its end, in which the rate falls.
+    ``final``: the factor at the end of the run.
+    ``shape``: the shape of the decay: linear, cosine, or sqrt, which is one minus the square root of the decay's
+        progress (Hägele et al. 2024).
     """
 
     name: str = "wsd"
