@@ -18,8 +18,9 @@ def actions(
 ) -> list[Action]:
     """Return all actions of one training step for the ranks of ``pipeline_rank``.
 
-    If ``continues`` is True, the list also begins the next step, whose actions have ``step`` 1. If ``begun`` is True,
-    the list of the last step has begun this step. Both need a schedule that continues over steps.
+    If ``continues`` is True, the list also has the first actions of the next step, with ``step`` 1. If ``begun`` is
+    True, the first actions of this step are left out, because they are in the list of the previous step. Both need a
+    schedule that continues over steps.
 
     The list ends with one reduce and one update for all stages of the pipeline rank. If a stage offloads activations,
     each backward is prepared by a FETCH, which starts to read the offloaded activations. The FETCH comes right after
@@ -49,9 +50,9 @@ def _overlapping(
 ) -> list[Action]:
     """Return the actions of a step that overlaps with the step before it or after it.
 
-    Both lists are parts of one order of forwards and backwards over all steps. Pipeline rank ``i`` updates after it has
-    computed ``i`` backwards of the next step. By then the first pipeline rank, which is the last one to know its
-    gradients, has ended its backwards, because each rank passes a gradient on before it computes the next pair.
+    The lists of all steps divide one order of forwards and backwards. Pipeline rank ``i`` updates after ``i`` backwards
+    of the next step. By then the first pipeline rank, which is the last one to complete its backwards of this step, has
+    completed them, because each rank sends a gradient on before it computes its next forward and backward.
     """
     order = _compute_order(pipeline, pipeline_rank, 2 * micro_batches)
     first = pipeline.pipeline_ranks - 1 + pipeline_rank  # actions of a step within the last list

@@ -275,7 +275,7 @@ class Pipeline:
         return min(rows, micro_batch_count(rows, self.microbatch))
 
     def overlaps(self, micro_batches: int) -> bool:
-        """Return whether a step of ``micro_batches`` micro-batches may begin before the last one has ended."""
+        """Return whether a step of ``micro_batches`` micro-batches may begin before the previous step has ended."""
         return self.schedule.continues and self.task.trains and micro_batches >= self.pipeline_ranks
 
     def pipeline_rank(self, stage: int) -> int:
@@ -373,16 +373,6 @@ class Plan(Pipeline):
     ``fingerprint``    hash of the model, equal to that of the profile (:class:`~parallax.plan.profile.ModelProfile`)
     ``gather_loss``    the last stage gathers the outputs of all micro-batches and replicas and computes one loss of the
                        whole batch; otherwise each micro-batch of each replica has its own loss
-    ``local_steps``    number of steps of a round of local steps, after which replicas exchange weights; 0 if replicas
-                       sum their gradients in every step
-    ``local_groups``   with local steps, number of groups of replicas; the replicas of a group sum their gradients in
-                       every step. 0 if each replica steps alone
-    ``fragments``      with local steps, number of parts of the weights that are exchanged at different steps of a round
-    ``fragment_delay``  number of steps that go on while one part is exchanged
-    ``exchanged_bytes``  with local steps or asynchronous replicas, the bytes per step that a replica of the pipeline
-                         exchanges with the others
-    ``staleness``      the updates by which the weights of asynchronous replicas may be older than the newest; 0 if
-                       replicas are not asynchronous
     ``updates``        whether gradients are those of the newest weights, or of weights one version older, which every
                        stage holds beside the newest
     ``tier``           name of the offload tier (:mod:`parallax.plan.tier`)
@@ -392,6 +382,20 @@ class Plan(Pipeline):
     ``alternatives``   the runners-up
     ``spare_devices``  number of unused devices of the cluster; with them the step would not be shorter
     ``version``        version of the plan's format; other versions are refused
+
+    Settings of the replicas:
+
+    ``local_steps``      number of steps of a round of local steps, after which replicas exchange weights; 0 if replicas
+                         sum their gradients in every step
+    ``local_groups``     with local steps, number of groups of replicas; the replicas of a group sum their gradients in
+                         every step. 0 if each replica steps alone
+    ``fragments``        with local steps, number of parts of the weights that are exchanged at different steps of a
+                         round
+    ``fragment_delay``   number of local steps that run while one part is exchanged
+    ``exchanged_bytes``  with local steps or asynchronous replicas, the bytes per step that a replica of the pipeline
+                         exchanges with the others
+    ``staleness``        the updates by which the weights of asynchronous replicas may be older than the newest; 0 if
+                         replicas are not asynchronous
     """
 
     model: str
@@ -476,7 +480,7 @@ class Plan(Pipeline):
             )
 
     def _check_overlap(self) -> None:
-        """Raise :class:`PlanError` if steps overlap and the plan cannot run so."""
+        """Raise :class:`PlanError` if steps overlap under the schedule, and other parts of the plan forbid this."""
         if not (self.schedule.continues and self.task.trains):
             return
         moved = any(s.offloads or s.optimizer_offload or s.shard_optimizer for s in self.stages)

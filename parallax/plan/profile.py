@@ -232,13 +232,13 @@ class ModelProfile:
     ``master_bytes``       bytes of full-precision copies per byte of trained parameters; 0.0 if the parameters
                            themselves are in full precision
     ``divides``            whether the optimizer may step a part of a parameter
-    ``continues``          whether a step may begin before the last one has ended: updates are delayed, and nothing
-                           else forbids it
+    ``continues``          whether a step may begin before the previous step has ended: updates are delayed, and
+                           nothing else forbids it
     ``local_steps``        number of steps of a round of local steps, after which replicas exchange weights; 0 if
                            replicas sum their gradients in every step
     ``local_groups``       with local steps, number of groups of replicas; 0 if each replica steps alone
     ``fragments``          with local steps, number of parts of the weights that are exchanged at different steps
-    ``fragment_delay``     number of steps that go on while one part is exchanged
+    ``fragment_delay``     number of local steps that run while one part is exchanged
     ``synced_bytes``       bytes of one exchange of all weights per byte of trained parameters
     ``staleness``          the updates by which the weights of asynchronous replicas may be older than the newest; 0 if
                            replicas are not asynchronous

@@ -24,8 +24,11 @@ def exchange_seconds(
     profile: ModelProfile, trained_bytes: float, ranks: Sequence[int], cluster: Cluster
 ) -> float:
     """Return the seconds per step that the replicas on ``ranks`` need to sum gradients and, with local steps, to
-    average weights. ``trained_bytes``: the bytes of their trained parameters. An average during which steps go on takes
-    no seconds here, because the duration of a step is not known."""
+    average weights.
+
+    ``trained_bytes``: the bytes of their trained parameters. An average that runs beside local steps counts as
+    completely hidden, because the duration of these steps is not known here.
+    """
     summed = max(
         all_reduce_seconds(trained_bytes * profile.gradient_bytes, group, cluster)
         for group in groups_of(profile, ranks)
@@ -46,13 +49,15 @@ def averaging_parts(
     cluster: Cluster,
     step_seconds: float,
 ) -> tuple[float, float]:
-    """Return the seconds per step that averaging the weights of the replicas on ``ranks`` takes inside the nodes, and
-    the seconds between the nodes, without those that are hidden by steps of ``step_seconds``.
+    """Return two numbers for the averaging of weights over the replicas on ``ranks``: the seconds per step inside the
+    nodes, and those between the nodes. Both are without the seconds that overlap with local steps, of ``step_seconds``
+    each.
 
     Weights are averaged once per round of local steps, so each number is the seconds of one average divided by the
     steps of a round; both are 0 without local steps. Each replica of a group all-reduces a part of the weights with its
-    counterparts in the other groups. It then sends the result to the replicas of its own group. The steps that go on
-    during the average of a fragment hide it, until the next fragment needs the link.
+    counterparts in the other groups. It then sends the result to the replicas of its own group. With a fragment delay,
+    the average of a fragment overlaps with as many local steps, but at most until the average of the next fragment
+    begins.
 
     For asynchronous replicas, these are the seconds in which the owner of the state receives the gradients of the other
     replicas and sends them weights, one after another.

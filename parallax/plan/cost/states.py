@@ -53,7 +53,7 @@ class StateLoad:
 
     On the device for a part of the step:
 
-    ``exchange_bytes``      copies of the weights that local steps exchange meanwhile
+    ``exchange_bytes``      copies of the fragments of weights that are exchanged while local steps run
     ``staging_bytes``       blocks fetched from the tier
     ``summing_bytes``       copies of gradients while replicas sum them; for asynchronous replicas, the sums of all
                             updates that may have begun, and the weights that are being sent
@@ -179,7 +179,8 @@ def load_states(
     the states of three buckets at a time are fetched instead. Offloaded parameters are fetched for each pass, two
     blocks at a time, and their gradients are added to those in the tier. Replicas together hold one copy of offloaded
     states, unless the parameters are offloaded too or replicas take local steps, and one copy of resident states if
-    these are sharded. Any trained parameters may be those that are offloaded, so device and tier count the maximum.
+    these are sharded. It is not known which parameters are offloaded, so the bytes on the device and in the tier are
+    both upper bounds.
     """
     per_byte, sets = profile.optimizer_bytes + profile.master_bytes, 1 + visits.continues
     states = math.ceil(sizes.trained * per_byte)
@@ -224,15 +225,17 @@ def load_states(
 
 
 def _copied_bytes(profile: ModelProfile, sizes: Sizes, moving: float, stepped: float) -> int:
-    """Return the bytes of host memory beside the states of ``stepped`` bytes of parameters that the host steps, of
-    which ``moving`` bytes are copied from the device and back."""
+    """Return the bytes of host memory for copies of weights and gradients, in addition to the optimizer states.
+
+    The host steps ``stepped`` bytes of parameters, of which ``moving`` bytes are copied from the device and back.
+    """
     staged = math.ceil(_host_staging_bytes(profile, sizes, moving))
     return staged + _exchange_bytes(profile, stepped)
 
 
 def _exchange_bytes(profile: ModelProfile, trained: float) -> int:
-    """Return an upper bound on the bytes that exchanges of fragments hold while local steps go on, for ``trained``
-    consecutive bytes of trained parameters.
+    """Return an upper bound on the bytes of the copies that are exchanged while local steps run, for ``trained``
+    bytes of trained parameters, which are consecutive in the model.
 
     An exchange holds a copy of the fragment's weights and their mean, with the buffers in which both are sent. Each
     parameter is added to the smallest fragment, so fragments differ by at most the largest parameter of the model, and
@@ -252,7 +255,8 @@ def _exchange_bytes(profile: ModelProfile, trained: float) -> int:
 def _groups(replicas: int, together: int, gone: int) -> int:
     """Return the number of process groups in which a replica exchanges gradients and weights with others.
 
-    ``together`` of ``replicas`` replicas sum gradients, of which ``gone`` bytes are offloaded.
+    ``together`` of the ``replicas`` replicas sum gradients with each other. ``gone`` is the bytes of offloaded
+    gradients.
     """
     if replicas == 1:
         return 0
@@ -349,8 +353,11 @@ def _summing_bytes(
 
 
 def _owner_bytes(profile: ModelProfile, sizes: Sizes, device: Device, replicas: int) -> int:
-    """Return the device bytes in which the owner of a state holds sums of gradients, of one update more than the
-    staleness, and a copy of the weights. Accelerators have them in host memory, which is not counted."""
+    """Return the additional device bytes of the owner of the state that asynchronous replicas share: a sum of gradients
+    for each update that may have begun, which is one more than the staleness, and a copy of the weights.
+
+    The result is 0 for accelerators, because these bytes are then in host memory.
+    """
     if not profile.staleness or replicas == 1 or device.kind != "cpu":
         return 0
     copies = (profile.staleness + 1) * profile.gradient_bytes + 1

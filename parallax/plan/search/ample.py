@@ -24,8 +24,8 @@ from parallax.plan.simulation.predict import Forecast, predict_costs, stage_load
 def with_ample_memory(
     profile: ModelProfile, cluster: Cluster, pipeline: Pipeline, forecast: Forecast
 ) -> tuple[Pipeline, Forecast]:
-    """Return ``pipeline`` and its ``forecast``, with less memory for activations where an allocator can then keep freed
-    memory.
+    """Return ``pipeline`` and its ``forecast``, with less memory for activations on the ranks whose allocator can then
+    keep freed memory for reuse.
 
     Only pipeline ranks are changed whose allocator would otherwise return freed memory to the system at once. A rank
     that offloads activations gets smaller swap limits: first so small that a fifth of the memory stays free; if that is

@@ -386,7 +386,8 @@ class Request:
         return not grouped or self.count(shape) % shape.pipeline_ranks == 0
 
     def executes(self, shape: Shape, stages: Sequence[StagePlan]) -> bool:
-        """Return whether ``stages`` can run in ``shape``. If steps overlap, the device holds all tensors of a stage."""
+        """Return whether ``stages`` can run in ``shape``. A schedule whose steps overlap allows no offloading and no
+        sharded states."""
         if not shape.schedule.continues:
             return True
         return not any(s.offloads or s.optimizer_offload or s.shard_optimizer for s in stages)

@@ -153,8 +153,8 @@ class Network:
         """Simulate the averaging of weights over the replicas on ``ranks``, with local steps of ``step_seconds``, or
         the exchanges of asynchronous replicas.
 
-        Weights are averaged once per round. So the links are occupied for the seconds of one average that no step
-        hides, divided by the steps of a round.
+        Weights are averaged once per round. So the links are occupied for the seconds of one average, without those
+        that overlap with local steps, divided by the steps of a round.
         """
         parts = averaging_parts(profile, trained_bytes, ranks, self._cluster, step_seconds)
         yield from self._together(ranks, *parts)

@@ -418,10 +418,10 @@ def _update_seconds(
 ) -> float:
     """Return the seconds of the optimizer's step on one pipeline rank.
 
-    The seconds include the broadcast of new parameters if states are sharded and, with local steps, the seconds of one
-    average of the weights that no computation hides, divided by the steps of a round. ``loads`` has the cost of each
-    stage of the pipeline rank. With ``hidden``, the time that the next forward waits for transfers of offloaded states
-    is left out.
+    The seconds include the broadcast of new parameters if states are sharded. With local steps, they also include those
+    seconds of one average of the weights that do not overlap with steps, divided by the steps of a round. ``loads`` has
+    the cost of each stage of the pipeline rank. With ``hidden``, the time that the next forward waits for transfers of
+    offloaded states is left out.
     """
     ranks = pipeline.ranks(pipeline_rank)
     first = groups_of(profile, ranks)[0]

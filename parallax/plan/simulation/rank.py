@@ -211,7 +211,7 @@ class Rank:
                 self._begin_last_step()
 
     def _begin_last_step(self) -> None:
-        """Forget the spans and seconds of the steps before the last one, which alone counts."""
+        """Drop the spans and seconds of all steps so far, because only the last simulated step counts."""
         self.began = self._world.network.simulator.now
         self.spans.clear()
         self._seconds = dict.fromkeys(self._seconds, 0.0)

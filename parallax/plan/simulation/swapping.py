@@ -116,7 +116,7 @@ class SimulatedSwap:
         """Start to read ``read`` bytes of parameters and to write ``written`` bytes of gradients while the rank
         computes.
 
-        Return the signal of the end.
+        Return the signal that is set when both transfers are complete.
         """
         seconds = self._device.read.seconds(read) + self._device.write.seconds(written)
         if not seconds:
@@ -132,7 +132,7 @@ class SimulatedSwap:
         self._simulator.set(ended)
 
     def streamed(self, streaming: Signal, adding: float = 0.0) -> Routine:
-        """Wait until the signal ``streaming``, the end of a pass's parameter transfers. Compute cannot end earlier.
+        """Wait at the end of a pass until its parameter transfers are complete, which sets the signal ``streaming``.
 
         Then wait for ``adding`` seconds, in which a backward adds its gradients to stored ones.
         """
