@@ -60,7 +60,7 @@ class Interval:
 
 @dataclass
 class UpdateFigures:
-    """The figures of one update. ``spans``: those of this rank's shares of the update."""
+    """The figures of one update. ``spans``: the spans (times of actions) of the shares that this rank has computed."""
 
     loss: float
     norm: float
@@ -83,10 +83,14 @@ class UpdateFigures:
 
 
 class AsynchronousSteps:
-    """The steps of one rank. ``update`` makes the updates of its stage if the rank is an owner. ``peak_bytes()`` is the
-    peak of its device memory. ``staleness`` counts the gradients of all stages by the updates between their weights and
-    their use; ``uses`` are the uses of this rank in the last interval. Both stay empty if replicas are not
-    asynchronous."""
+    """Runs the steps of one rank of asynchronous replicas.
+
+    ``update``        makes the updates of the rank's stage, if the rank is an owner
+    ``peak_bytes()``  returns the peak of the rank's device memory
+    ``staleness``     for each staleness, the number of gradients of all stages that had it. The staleness of a gradient
+                      is the number of updates between its weights and the update that used it.
+    ``uses``          the uses of gradients on this rank in the last interval; empty if the rank is no owner
+    """
 
     def __init__(
         self,
@@ -154,7 +158,7 @@ class AsynchronousSteps:
         return done
 
     def _meet(self) -> list[UpdateFigures]:
-        """StateExchange the figures of all ranks, and count the staleness. Return the figures of the updates."""
+        """Exchange the figures of all ranks, and count the staleness. Return the figures of the updates."""
         counts = Counter(use.staleness for use in self.uses)
         mine = self._done, self._scale.state(), [*counts.items()]
         found = self._mesh.all_gather_object(mine)
@@ -198,8 +202,8 @@ class AsynchronousSteps:
         return not verdict.refusal
 
     def _set_gradients(self, gradients: Gradients) -> None:
-        """Set the gradients of an update. A parameter that no share has ever used must have none, because weight decay
-        would change it even with a gradient of zero."""
+        """Set the gradients of an update. A parameter that no share has ever used must have no gradient, because with a
+        gradient of zero weight decay would change it."""
         for index, (parameter, gradient) in enumerate(zip(self._parameters, gradients)):
             self._used[index] |= gradient is not None
             if not self._used[index]:
@@ -212,14 +216,14 @@ class AsynchronousSteps:
 
 
 class _Batches:
-    """The batches of an interval. All ranks fetch the same, in the same order."""
+    """The batches of an interval. All ranks fetch the same batches in the same order."""
 
     def __init__(self, start: int, first: Rows, fetch: Callable[[], Rows | None]) -> None:
         self._place, self._fetch = start, fetch
         self._last: Rows | None = first
 
     def of(self, update: int) -> Rows | None:
-        """Return the batch of ``update``, which is not before that of the last call; None if the rows have ended."""
+        """Return the batch of ``update``; None if the rows have ended. ``update`` never decreases between calls."""
         while self._last is not None and self._place < update:
             self._last, self._place = self._fetch(), self._place + 1
         return self._last

@@ -309,7 +309,7 @@ class Engine:
 
     @property
     def continues(self) -> bool:
-        """Whether a step may begin the next one, so that :meth:`step` takes the batch after its own."""
+        """Whether :meth:`step` may begin the next step, and so accepts the batch of the next step."""
         return self.plan.schedule.continues
 
     def _check_settled(self, doing: str) -> None:
@@ -327,9 +327,9 @@ class Engine:
         """Run one optimizer update over a global batch. The batch may have any number of rows, but the same number on
         all ranks.
 
-        ``following`` is the batch of the next call, if the plan :attr:`continues` and nothing comes between the two
-        calls. This call then begins the next step, so that the pipeline does not drain. It begins none if the batches
-        have different numbers of rows, or fewer micro-batches than there are stages.
+        ``following`` is the batch of the next call. Pass it only if the plan :attr:`continues`, and no other method is
+        called before the next step. This call then begins the next step, so that the pipeline does not drain. It does
+        not begin it if the two batches have different numbers of rows, or fewer micro-batches than there are stages.
 
         If the loss or a gradient is not finite and the step may not be skipped, all ranks raise
         :class:`~parallax.errors.NonFiniteError`, with unchanged weights.
@@ -374,7 +374,8 @@ class Engine:
         return same and self.plan.overlaps(self.plan.micro_batches(len(batch)))
 
     def _begun(self, batch: Rows) -> TimedRows | None:
-        """Return the rows of ``batch`` if the last step has begun this step with them; None if it has begun none."""
+        """Return the timed rows of ``batch`` with which the previous call of :meth:`step` has begun this step; None if
+        it has not begun this step. Raises :class:`ParallaxError` if it has begun this step with another batch."""
         if self._ahead is None:
             return None
         given, rows = self._ahead
@@ -388,11 +389,11 @@ class Engine:
     def steps(
         self, batch: Rows, interval: Interval, following: Rows | None = None
     ) -> list[StepResult]:
-        """Run the updates of ``interval``, the first of them over ``batch``, and return their results. Replicas that
-        are not asynchronous run one update, and begin the next one over ``following`` (:meth:`step`).
+        """Run the updates of ``interval``, the first of them over ``batch``, and return their results.
 
-        The result of an update that asynchronous replicas make has the figures of this rank only for the rows that this
-        rank has computed.
+        Asynchronous replicas run all of these updates. The figures of this rank in a result then cover only the rows
+        that this rank has computed. Other replicas run one update, and begin the next one over ``following``
+        (:meth:`step`).
         """
         if self._shares is None:
             return [self.step(batch, following)]
@@ -415,7 +416,8 @@ class Engine:
         ]
 
     def _compute(self, batch: Rows, update: int, share: int) -> tuple[float, list[Span]]:
-        """Compute the gradients of a share of ``batch``. Return this rank's part of the loss, and the spans."""
+        """Compute the gradients of a share of ``batch``, the batch of ``update``. Return this rank's part of the loss,
+        and the spans. ``share``: the replica to which these rows belong in synchronous training."""
         self._optimizer.zero_grad()
         row_count(batch, update)
         spans = self._forward.run(
@@ -428,7 +430,8 @@ class Engine:
         return self._forward.executor.loss_share.item(), spans
 
     def _unshared(self, parameter: Tensor) -> None:
-        """No-op: the gradient of a share is not that of an update."""
+        """No-op, called for asynchronous replicas when a share's gradient of ``parameter`` is complete: the optimizer
+        steps only the sum of the gradients of all shares."""
 
     def _undo(self) -> str:
         """Restore the buffers after a skipped step, and return why the step was skipped.

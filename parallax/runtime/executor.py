@@ -178,7 +178,7 @@ class Executor:
 
     @property
     def begun(self) -> int | None:
-        """The number of the step that the last run has begun; None if it has begun none."""
+        """The number of the step that the previous call of :meth:`run` has begun; None if it has begun none."""
         return None if self._begun is None else self._begun.index
 
     def run(self, step: StepContext, following: StepContext | None = None) -> list[Span]:
@@ -312,14 +312,15 @@ class Executor:
         return self._stall_seconds() - before + waited
 
     def _begin_next(self, action: Action, step: StepContext) -> None:
-        """Prepare the forward ``action`` of the next ``step``."""
+        """Prepare the forward ``action`` of ``step``, the next step, which the current list of actions begins."""
         if action.micro == 0:
             if self._loss is not None:
                 self._loss.begin()
             self._inputs.begin(step.batch, self._input_parts(step))
 
     def _use_weights_of_next(self, following: bool) -> None:
-        """Set whether passes use the weights of the next step, or those of this step."""
+        """Let the following passes compute with the weights of the next step or, if ``following`` is False, of this
+        step."""
         if following != self._on_next:
             self._on_next = following
             self._training_parts.update.exchange_buffers()

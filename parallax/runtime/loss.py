@@ -53,8 +53,8 @@ class LossStep(Protocol):
 
     @property
     def denominator(self) -> float:
-        """The divisor of losses: the number of rows of the batch or, if the loss defines ``count``, of its targets that
-        count."""
+        """The number by which losses are divided: the number of rows of the batch or, if the loss defines a method
+        ``count``, the number of targets that this method counts in the batch."""
 
     @property
     def micro_batches(self) -> int:

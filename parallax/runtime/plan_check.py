@@ -36,8 +36,11 @@ def check_training(plan: Plan, chain: Chain) -> None:
 
 
 def check_updates(plan: Plan, updates: str | None, *, skips: bool) -> None:
-    """Raise :class:`PlanError` if the run's ``updates`` are not those of the plan; None stands for the plan's. Raise it
-    too if steps of the plan overlap and one of them may be skipped: the next step begins before this is decided."""
+    """Raise :class:`PlanError` if the run's ``updates`` differ from those of the plan; None means those of the plan.
+
+    Also raise it if steps of the plan overlap and ``skips`` says that a step may be skipped, because the next step
+    begins before that is decided.
+    """
     if updates not in (None, plan.updates):
         raise PlanError(
             f"the plan is for trainer.updates={plan.updates}, and the run has trainer.updates={updates}, which needs "

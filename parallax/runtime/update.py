@@ -96,9 +96,10 @@ class Update:
         self._batch, self._numbers = batch, self.rows.numbers(batch)
 
     def announce(self, loss: Tensor, *, continues: bool = False) -> None:
-        """Begin the sums over all ranks of ``loss``, this rank's part of the loss, of the squares of the gradient norm,
-        and of the row digests. With ``continues``, passes of the next step come before :meth:`run`: the gradients are
-        kept aside.
+        """Begin three sums over all ranks: of ``loss``, which is this rank's part of the loss, of the squares of the
+        gradient norm, and of the row digests.
+
+        ``continues``: passes of the next step run before :meth:`run`, so the gradients are copied.
         """
         self._optimizer.finish()  # an error of the last step is raised before the all-reduce
         tensors = self._stage.named_tensors() if self._mesh.member == 0 else {}
@@ -123,7 +124,8 @@ class Update:
             self._optimizer.hold_gradients()
 
     def exchange_buffers(self) -> None:
-        """Exchange the memory of the model's weights and of those of the next step, between passes of two steps."""
+        """Exchange the model's weights with the weights of the next step, without a copy, between passes of the two
+        steps."""
         self._optimizer.exchange_buffers()
 
     def _agree(self, announced: _Announced) -> list[float]:

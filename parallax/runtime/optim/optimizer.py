@@ -38,7 +38,7 @@ class StageOptimizer:
     ``share`` for offloaded states, and ``shard`` for resident ones. If one of them is None, every replica steps all of
     these parameters. ``streamed`` gives access to offloaded parameters, which are stepped on the host too.
     ``builder`` builds the optimizers, and ``open_store`` opens the store for offloaded states. If ``overlaps`` is True,
-    a step may come after passes of the next step (:meth:`hold_gradients`, :meth:`exchange_buffers`).
+    passes of the next training step may run before :meth:`step` (:meth:`hold_gradients`, :meth:`exchange_buffers`).
     """
 
     def __init__(
@@ -152,16 +152,18 @@ class StageOptimizer:
             self._host.commit([clip.correction(norms, scale).of_bucket for clip in self._clips])
 
     def hold_gradients(self) -> None:
-        """Keep the gradients on the device for the next step, and set them to zero for backwards that precede it."""
+        """Copy the gradients for the next call of :meth:`step`, and set them to zero, because backwards of the next
+        training step run before that call."""
         self._on_device.hold_gradients()
 
     def held_gradients(self) -> AbstractContextManager[None]:
-        """Return a context in which the gradients are those that :meth:`hold_gradients` has kept, if it was called."""
+        """Return a context in which parameters have the gradients that :meth:`hold_gradients` has copied. If it was not
+        called, they keep their gradients."""
         return self._on_device.held_gradients()
 
     def exchange_buffers(self) -> None:
-        """Exchange the memory of the model's weights and of those of the next step, between passes of two steps; a
-        second call undoes it."""
+        """Exchange the model's weights with the weights of the next training step, between passes of the two steps. No
+        value is copied. A second call undoes the exchange."""
         self._on_device.exchange_buffers()
 
     def exchange_averages(self) -> None:
@@ -191,8 +193,8 @@ class StageOptimizer:
                 set_exchanges(optimizer, False)
 
     def _step_without_gradients(self) -> None:
-        """Run the optimizers' ``step`` in the mode that their settings select: to exchange weights with states, or
-        with replicas."""
+        """Run the optimizers' ``step`` without gradients. Their settings select whether it exchanges weights with
+        states, or with other replicas."""
         self._host.finish()
         self._copies.synchronize()  # the host's copies of weights are written next
         self._on_device.step(())

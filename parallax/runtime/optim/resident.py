@@ -45,7 +45,7 @@ class DeviceOptimizer:
     """Steps ``parameters`` on the device, in the parameter groups of ``optimizer``.
 
     ``exchange`` assigns each parameter to the replica that holds its states. ``divides`` is True if a bucket may hold a
-    part of a parameter. If ``overlaps`` is True, passes of the next step may precede a step.
+    part of a parameter. If ``overlaps`` is True, passes of the next training step may run before :meth:`step`.
     """
 
     def __init__(
@@ -87,7 +87,8 @@ class DeviceOptimizer:
             optimizer.state.clear()
 
     def hold_gradients(self) -> None:
-        """Keep the gradients for the next step, and set them to zero for backwards that precede it."""
+        """Copy the gradients for the next call of :meth:`step`, and set them to zero, because backwards of the next
+        training step run before that call."""
         found = {p: p.grad for p in self._parameters if p.grad is not None}
         for parameter, gradient in found.items():
             if parameter not in self._held:
@@ -98,7 +99,8 @@ class DeviceOptimizer:
 
     @contextmanager
     def held_gradients(self) -> Iterator[None]:
-        """A context in which the gradients are those that :meth:`hold_gradients` has kept, if it was called."""
+        """A context in which parameters have the gradients that :meth:`hold_gradients` has copied. If it was not
+        called, they keep their gradients."""
         if self._holds is None:
             yield
             return
@@ -113,7 +115,8 @@ class DeviceOptimizer:
                 parameter.grad = gradient
 
     def exchange_buffers(self) -> None:
-        """Exchange the memory of the model's weights and of those of the next step; a second call undoes it."""
+        """Exchange the model's weights with the weights of the next training step, without a copy. A second call undoes
+        the exchange."""
         exchange_buffers(self.optimizer)
 
     def set_factor(self, factor: float) -> None:

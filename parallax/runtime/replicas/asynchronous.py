@@ -47,7 +47,7 @@ class BatchShare(NamedTuple):
 
 
 class Use(NamedTuple):
-    """The use of a gradient: it is of ``share``, computed by ``replica`` with weights of ``version``."""
+    """The use of a gradient in an update: ``replica`` has computed ``share`` with weights of ``version``."""
 
     share: BatchShare
     replica: int
@@ -67,17 +67,17 @@ class StateExchange(Protocol):
         """Bytes that this rank has sent."""
 
     def begin(self, start: int, stop: int) -> None:
-        """Begin the updates from ``start`` to ``stop`` − 1. All ranks have the same weights."""
+        """Begin an interval with the updates ``start`` to ``stop`` − 1. All ranks have the same weights."""
 
     def next_share(self, *, ends: bool) -> BatchShare | None:
-        """Return the share that this rank computes next, with weights set for it; None after the last update. ``ends``:
-        whether this rank wants no more updates to begin. All ranks of a replica call this method."""
+        """Set the weights for the share that this rank computes next, and return this share; None after the last
+        update. ``ends``: this rank requests that no further updates begin. All ranks of a replica call this method."""
 
     def give(self, share: BatchShare, loss: float) -> None:
         """Give the gradients of ``share`` to the owner of the stage, with this rank's part of the loss."""
 
     def end_rows(self, share: BatchShare) -> None:
-        """Announce that the data has no rows for ``share``, so that its update and later ones do not happen."""
+        """Announce that the data has no rows for ``share``, so that its update and all later updates are left out."""
 
     def end(self) -> list[Use]:
         """End the interval after the last update, with equal weights on all ranks. Return the uses of gradients on this
@@ -171,8 +171,11 @@ class StateOwner:
     # ---- the main thread
 
     def _decide(self) -> tuple[int, int]:
-        """Wait until this rank has work. Return the number of its next share, or that there is none or none yet, and
-        the version that the owners of all stages update to before."""
+        """Wait until this rank has work, and return two numbers: the number of the share that it computes next, and the
+        version up to which the owners of all stages make updates before it.
+
+        The first number is ``_END`` after the last share, and ``_WAIT`` if the next share cannot begin yet.
+        """
         with self._changed:
             if self._mine is None:
                 self._mine = self._hand_out()
@@ -199,7 +202,8 @@ class StateOwner:
         return version
 
     def _update_to(self, version: int) -> None:
-        """Make the updates before ``version``. A stage whose gradients arrive later waits for them."""
+        """Wait until the gradients of all updates before ``version`` have arrived on this stage, and make these
+        updates."""
         with self._changed:
             self._wait_for(lambda: self._complete >= version)
             while self._version < version and not self._refused:
@@ -216,20 +220,20 @@ class StateOwner:
     # ---- all threads
 
     def _wait_for(self, holds: Callable[[], bool]) -> None:
-        """Wait until ``holds()``, with the lock. Raise the error of a thread."""
+        """Wait until ``holds()`` returns True. The caller holds the lock. If a thread has failed, raise its error."""
         while self._error is None and not holds():
             self._changed.wait(_POLL_SECONDS)  # regular signs of life for the watch
         self._check()
 
     def _hand_out(self) -> int:
-        """Return the number of the next share, or that there is none."""
+        """Assign the next share, and return its number; ``_END`` if there is none."""
         if self._handed >= self._limit * self._replicas:
             return _END
         self._handed += 1
         return self._handed - 1
 
     def _end_soon(self) -> None:
-        """Begin no more updates than those that have begun."""
+        """End the interval with the updates that have already begun."""
         with self._changed:
             begun = max(self._start + 1, -(-self._handed // self._replicas))
             self._limit = min(self._limit, begun)
@@ -245,7 +249,7 @@ class StateOwner:
             )
 
     def _complete_share(self, use: Use, loss: float) -> None:
-        """Count a share all of whose gradients are added."""
+        """Record that all gradients of a share have been added, and add its ``loss``."""
         with self._changed:
             found = self._sum(use.share.update)
             found.loss += loss
@@ -259,7 +263,7 @@ class StateOwner:
     # ---- one thread for each other replica
 
     def _serve(self, replica: int) -> None:
-        """Answer the messages of ``replica`` until it has the weights after the last update."""
+        """Answer the messages of ``replica`` until it has got the weights after the last update."""
         try:
             while self._answer(replica):
                 pass
@@ -284,8 +288,11 @@ class StateOwner:
         return True
 
     def _send_weights(self, replica: int, number: int, least: int) -> bool:
-        """Send weights of version ``least`` or later, and the number of the share that ``replica`` computes with them.
-        The owner of the first stage chooses both."""
+        """Send weights of version ``least`` or later to ``replica``, with the number of the share that it computes with
+        them; return whether there is such a share.
+
+        The owner of the first stage chooses share and version. Other owners get its choice as ``number`` and ``least``.
+        """
         with self._changed:
             if self._leads:
                 number = self._hand_out()
@@ -370,7 +377,7 @@ class _Links:
         return bool(found.item())
 
     def agreed(self, numbers: tuple[int, int]) -> tuple[int, int]:
-        """Return the ``numbers`` of the first stage's rank."""
+        """Return the ``numbers`` that the first stage's rank passes, on all ranks of this replica."""
         if self._pipeline is None:
             return numbers
         found = torch.tensor(numbers, dtype=torch.int64)
@@ -407,7 +414,7 @@ class _Links:
     def receive_gradients(
         self, replica: int, present: Sequence[float]
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield the index of each parameter with a gradient, and the gradient."""
+        """Yield (index of the parameter, gradient) for each parameter that ``present`` marks."""
         for index, (parameter, is_present) in enumerate(zip(self._parameters, present)):
             if is_present:
                 found = torch.empty(parameter.shape, dtype=parameter.dtype)
@@ -424,7 +431,8 @@ class _Links:
             self._send(tensor.contiguous(), replica)
 
     def receive_weights(self) -> tuple[int, int]:
-        """Set the parameters to the weights that the owner sends. Return the two numbers before them."""
+        """Set the parameters to the weights that the owner sends. Return the number of the share to compute with them,
+        and their version."""
         header = torch.empty(2, dtype=torch.int64)
         self._receive(header, 0)
         with torch.no_grad():

@@ -16,11 +16,12 @@ from parallax.swap.optimizer.outer import FragmentExchanges, Means
 
 
 class ReplicaMean:
-    """Means of weights over the groups of replicas of this rank's stage, which are exchanged in the form ``compress``.
+    """Averages weights over the groups of replicas of this rank's stage. ``compress``: the number format in which they
+    are sent.
 
     The replicas of a group have equal weights on the device. So each of them averages a part with its counterparts in
-    the other groups, and they gather the parts. Shards and weights that are stepped on the host are averaged by those
-    that step them. ``sent_bytes`` counts the bytes that this rank has contributed to averages.
+    the other groups, and they gather the parts. A shard, and weights that are stepped on the host, are averaged by the
+    replicas that step them. ``sent_bytes`` counts the bytes that this rank has contributed to averages.
     """
 
     def __init__(self, mesh: Mesh, compress: str) -> None:
@@ -88,7 +89,7 @@ class Rounds:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all steps: the replicas have equal weights."""
+        """Reset the counters of steps, because all replicas have equal weights."""
         self._steps = [0] * self._count  # since the last exchange of each fragment began
         self._under_way: set[int] = set()
 

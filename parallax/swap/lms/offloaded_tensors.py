@@ -1,8 +1,8 @@
 """Offloaded weights and gradients: tensors that are fetched to the device when they are passed to a torch function.
 
 Nearly every torch function calls ``__torch_function__``. There, the owner of the tensors first fetches their values.
-Only ``torch.tensor``, ``torch.asarray``, ``new_tensor`` and C++ code receive the tensors without a fetch. What they see
-is a placeholder, which is NaN.
+Only ``torch.tensor``, ``torch.asarray``, ``new_tensor`` and C++ code receive the tensors without a fetch. They read NaN
+from a placeholder.
 """
 
 from __future__ import annotations

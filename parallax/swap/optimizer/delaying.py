@@ -55,7 +55,8 @@ def delaying(optimizer: Optimizer, *, corrects: bool = False) -> Optimizer:
 
 
 def set_exchanges(optimizer: Optimizer, exchanges: bool) -> None:
-    """Set whether the next steps only exchange the model's weights and the newest weights."""
+    """Set whether the next calls of ``step`` exchange the model's weights with the newest weights, instead of updating
+    them."""
     for group in optimizer.param_groups:
         group[EXCHANGES] = exchanges
 
@@ -95,19 +96,20 @@ def _delaying(kind: Any, corrects: bool) -> type[Optimizer]:
 
 
 def swap_buffers(optimizer: Optimizer) -> None:
-    """Make each step of a delaying ``optimizer`` leave the memory of the weights that the next step computes with.
+    """Allow passes of the next training step before each step of a delaying ``optimizer``.
 
-    The model's parameters take this memory over, and their own is overwritten (the two buffers of PipeDream-2BW). So
-    passes of the next step may precede a step, between two calls of :func:`exchange_buffers`. Without the correction,
-    the weights of the next step are the newest ones; with it, they are one more state.
+    These passes run between two calls of :func:`exchange_buffers`. The optimizer step then leaves the memory of the
+    weights with which they compute unchanged. This memory becomes that of the model's parameters, whose previous memory
+    is overwritten (the two buffers of PipeDream-2BW). Without the correction, the weights of the next training step are
+    the newest ones; with it, they are one more state.
     """
     for group in optimizer.param_groups:
         group[SWAPS] = True
 
 
 def exchange_buffers(optimizer: Optimizer) -> None:
-    """Exchange the memory of the model's weights and of those of the next step, without a copy. A second call undoes
-    it."""
+    """Exchange the model's weights with the weights of the next training step, without a copy. A second call undoes
+    the exchange."""
     for parameter, states in optimizer.state.items():
         key = NEXT if NEXT in states else VERSION
         if key in states:
@@ -115,8 +117,11 @@ def exchange_buffers(optimizer: Optimizer) -> None:
 
 
 def mirrored(parameter: Tensor, states: dict[str, Any], *, overlaps: bool) -> dict[str, Any]:
-    """Return ``states`` with the weights of the next step in place of the previous weights if ``overlaps`` is True,
-    and the reverse otherwise. The newest weights, which ``parameter`` holds, are the mean of both."""
+    """Return the optimizer ``states`` of ``parameter`` with the weights of the next step, as for steps that overlap, if
+    ``overlaps`` is True, otherwise with the previous weights.
+
+    The newest weights, which ``parameter`` holds, are the mean of the two, so each can be computed from the other.
+    """
     old, new = (PREVIOUS, NEXT) if overlaps else (NEXT, PREVIOUS)
     if old not in states:
         return states
@@ -125,7 +130,7 @@ def mirrored(parameter: Tensor, states: dict[str, Any], *, overlaps: bool) -> di
 
 
 def _step_between_passes(optimizer: Any, step: Callable[[Any], None], corrects: bool) -> None:
-    """Take a ``step`` of the newest weights that leaves the weights of the next step where they are."""
+    """Update the newest weights by ``step``, without a write to the memory of the weights of the next step."""
     buffers, following = dict[Tensor, Tensor](), dict[Tensor, Tensor]()
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         states = optimizer.state.get(parameter, {})
@@ -153,8 +158,8 @@ def _step_between_passes(optimizer: Any, step: Callable[[Any], None], corrects: 
 
 
 def _take_versions(optimizer: Optimizer, corrects: bool) -> dict[Tensor, dict[str, Tensor]]:
-    """Remove the saved versions of the weights from the optimizer states, and return them by parameter: the newest one
-    and, if ``corrects``, the previous one.
+    """Remove the saved versions of the weights from the optimizer states, and return them by parameter: the newest
+    version and, if ``corrects`` (the model computes with predicted weights), the previous one.
 
     Before a parameter's first step, all versions are copies of its weights. Parameters without a gradient or a saved
     version are left out.
@@ -173,7 +178,8 @@ def _take_versions(optimizer: Optimizer, corrects: bool) -> dict[Tensor, dict[st
 
 
 def _advance(weights: list[Tensor], versions: list[dict[str, Tensor]]) -> None:
-    """Set ``weights`` to the newest version, or to the prediction of the version after it."""
+    """Set ``weights`` to the newest version. If ``versions`` have previous weights, set ``weights`` to the prediction
+    of the version after the newest one instead, and replace the previous weights by the newest."""
     if not weights:
         return
     newest = [states[VERSION] for states in versions]

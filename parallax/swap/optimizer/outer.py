@@ -3,22 +3,22 @@
 At the end of a round, the mean change of the weights over the replicas is the gradient of an outer optimizer, SGD with
 Nesterov momentum, which steps the weights with which the round began::
 
-    Δ = weights at the begin of the round − mean over the replicas of the weights now
+    Δ = weights at the start of the round − mean over the replicas of the weights now
     m = momentum · m + Δ
-    weights of all replicas = weights at the begin of the round − lr · (Δ + momentum · m)
+    weights of all replicas = weights at the start of the round − lr · (Δ + momentum · m)
 
 With a learning rate of 1 and without momentum, these are the mean weights themselves (local SGD, Stich 2019, "Local SGD
 Converges Fast and Communicates Little", algorithm 1). Source: Douillard et al. 2023, "DiLoCo: Distributed
 Low-Communication Training of Language Models", algorithm 1.
 
-The weights at the begin of the round and the momentum are two more optimizer states of each parameter. So they are
+The weights at the start of the round and the momentum are two more optimizer states of each parameter. So they are
 offloaded, saved and counted like all other states, in the precision of the master weights.
 
 The parameters may be divided into fragments, whose rounds end at different steps (Douillard et al. 2025, "Streaming
 DiLoCo with overlapping communication: Towards a Distributed Free Lunch"). And local steps may go on while a fragment is
-exchanged. When the exchange ends, the progress of the replica since its begin is kept::
+exchanged. When the exchange ends, the replica keeps the progress that it has made since the start of the exchange::
 
-    weights = weights that the rule gives + (weights now − weights at the begin of the exchange)
+    weights = weights that the rule gives + (weights now − weights at the start of the exchange)
 
 For mean weights, this is the rule of Shen et al. 2019, "Faster Distributed Deep Net Training: Computation and
 Communication Decoupled Stochastic Gradient Descent". Streaming DiLoCo interpolates between the two weights instead.
@@ -53,16 +53,18 @@ that waits for the mean. All replicas call both, in the same order."""
 
 
 class FragmentExchanges(NamedTuple):
-    """Fragments whose exchange between the replicas begins in a step, and fragments whose exchange ends in it. If a
-    fragment is in both, all of its exchange happens in the step."""
+    """Fragments whose exchange between the replicas begins after a step, and fragments whose exchange ends after it. A
+    fragment may be in both; then its whole exchange happens after that step."""
 
     begun: Collection[int]
     ended: Collection[int]
 
 
 class _Averaged(NamedTuple):
-    """Weights, or their changes, that are being averaged in ``flat``, and the weights at the begin of the exchange,
-    unless the exchange ends in the step in which it begins. ``wait()`` waits for the mean."""
+    """Weights, or changes of weights, that are being averaged in ``flat``. ``wait()`` waits for the mean.
+
+    ``weights``: a copy of the weights at the start of the exchange; None if the exchange ends after the same step.
+    """
 
     flat: Tensor
     wait: Callable[[], None]
@@ -113,7 +115,7 @@ def in_rounds(optimizer: Optimizer, rule: OuterRule, mean: Mean | None = None) -
 
 
 def set_exchanged(optimizer: Optimizer, exchanges: FragmentExchanges | None) -> None:
-    """Set what the next steps of ``optimizer`` do: only the ``exchanges`` or, with None, a local step."""
+    """Make the next calls of ``optimizer.step`` only make ``exchanges``. With None, they take local steps again."""
     for group in optimizer.param_groups:
         group[EXCHANGED] = exchanges
 
@@ -181,8 +183,8 @@ def _exchange(
 
 
 def _begun(run: Sequence[Sequence[Tensor]], mean: Mean | None, *, keeps: bool) -> _Averaged:
-    """Begin to average the weights of ``run`` or, with states, the changes of the weights. If ``keeps`` is True, copy
-    the weights."""
+    """Begin to average the weights of ``run`` or, if the rule keeps states, the changes of the weights in the round.
+    ``keeps``: also copy the weights."""
     weights, *outer = run
     flat = _joined(weights if not outer else [a - w for a, w in zip(outer[0], weights)])
     copies = _joined(weights) if keeps else None
@@ -210,7 +212,7 @@ def _stepped(found: Tensor, states: Sequence[Tensor], rule: OuterRule) -> Tensor
     """Return the weights with which the next round begins.
 
     ``found``: the mean weights if the rule keeps no ``states``; otherwise the mean change of the weights. ``states``
-    are the weights at the begin of the round and, if there is one, the momentum. Both are updated in place.
+    are the weights at the start of the round and, if there is one, the momentum. Both are updated in place.
     """
     if not states:
         return found

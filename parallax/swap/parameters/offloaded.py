@@ -137,7 +137,8 @@ class OffloadedParameters:
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
-        """The buckets that an optimizer steps: all trained offloaded parameters, in the order of the forward."""
+        """The chunks with all trained offloaded parameters, in the order of the forward. Each is a bucket of the host
+        optimizer."""
         return tuple(
             c for flat in self._flats for c in flat.chunks if c.segments[0].parameter.requires_grad
         )
