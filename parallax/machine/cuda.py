@@ -119,8 +119,10 @@ class Cuda(Accelerator):
     def allocation_history(
         self, path: Path, device: torch.device, entries: int
     ) -> tuple[Callable[[], None], Callable[[], None]] | None:
-        """Return the two functions of :meth:`Accelerator.allocation_history`, which use torch's memory history. The
-        written file is a pickle, which Parallax never reads."""
+        """Return a function that starts torch's memory history, and one that stops it and writes it to ``path``.
+
+        The written file is a pickle, which Parallax never reads.
+        """
 
         def start() -> None:
             torch.cuda.memory._record_memory_history(max_entries=entries, device=device)

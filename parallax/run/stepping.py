@@ -38,9 +38,10 @@ def stepped_by(
     replicas: ReplicasConfig | None = None,
     delays: bool = False,
 ) -> _Costs:
-    """Return ``costs``, measured with AdamW and its two states per weight, converted to ``optimizer``. ``averages``:
-    whether the optimizer also averages the weights. ``replicas``: whether replicas take local steps. ``delays``:
-    whether updates are delayed by one step. Raises
+    """Return ``costs``, measured with AdamW and its two states per weight, converted to ``optimizer``.
+
+    ``averages``: whether the optimizer also averages the weights. ``replicas``: the settings of the replicas, which may
+    take local steps or be asynchronous. ``delays``: whether updates are delayed by one step. Raises
     :class:`~parallax.errors.ConfigError` for an optimizer that no plan can step.
 
     The bytes of states per byte of parameters are those of the block of ``chain`` with the highest ratio; without a

@@ -56,27 +56,36 @@ _MOST_SKIPS = 10  # consecutive steps with a non-finite loss or gradient
 class TrainerConfig:
     """Length and batch of a training run.
 
-    ``steps``: the length of the run as the number of optimizer steps. ``epochs``: the length of the run as the number
-    of passes over the training rows. One of the two must be set (0: not set). ``global_batch``: rows per optimizer step
-    over all replicas. ``microbatch``: rows per micro-batch; with auto the planner chooses. ``gather_loss``: gather the
-    outputs of all micro-batches and replicas, and compute the loss once over the whole batch, as contrastive losses
-    need. ``updates``: with synchronous, gradients are those of the newest weights. With delayed, they are those of the
-    weights one version older, as in PipeDream-2BW, on every stage; validation and checkpoints use the newest weights.
-    ``eval_every``, ``checkpoint_every``: the number of steps between evaluations or checkpoints; 0: only at the
-    end of the run. ``eval_batches``: the maximum number of global batches per evaluation; auto is all held-out rows.
+    ``steps``: the length of the run as the number of optimizer steps.
+    ``epochs``: the length of the run as the number of passes over the training rows. One of the two must be set (0: not
+        set).
+    ``global_batch``: rows per optimizer step over all replicas.
+    ``microbatch``: rows per micro-batch; with auto the planner chooses.
+    ``gather_loss``: gather the outputs of all micro-batches and replicas, and compute the loss once over the whole
+        batch, as contrastive losses need.
+    ``updates``: with synchronous, gradients are those of the newest weights. With delayed, they are those of the
+        weights one version older, as in PipeDream-2BW, on every stage; validation and checkpoints use the newest
+        weights.
+    ``eval_every``, ``checkpoint_every``: the number of steps between evaluations or checkpoints; 0: only at the end of
+        the run.
+    ``eval_batches``: the maximum number of global batches per evaluation; auto is all held-out rows.
     ``resume``: auto resumes from the run directory's last checkpoint; with never the run restarts from the beginning.
     ``watchdog_seconds``: the seconds after which a rank counts as hanging, at least the time of two predicted steps; 0
-    disables this. A rank hangs if it stays in one action, does not answer, or shows no sign of life outside of steps.
-    The run then ends with a message that names the rank. ``phase_seconds``: the limit of each phase outside of steps,
-    such as loading data, building the engine, the first steps with ``compile``, an evaluation, a checkpoint; 0 sets no
-    limit. ``grace_seconds``: the time for saving a checkpoint after a request to end (SIGTERM, Ctrl-C); when it is
-    over, the run ends without the checkpoint; 0 sets no limit. ``max_restarts``: how often all ranks restart from the
-    last checkpoint after a rank has died, crashed, hung, or failed with an error that may be transient; 0 is never. If
-    you start torchrun yourself, torchrun's ``--max-restarts`` applies instead. ``nonfinite``: the reaction to a step
-    with a non-finite loss or gradient: stop ends the run; skip leaves out the step, but at most ten in a row.
+        disables this. A rank hangs if it stays in one action, does not answer, or shows no sign of life outside of
+        steps. The run then ends with a message that names the rank.
+    ``phase_seconds``: the limit of each phase outside of steps, such as loading data, building the engine, the first
+        steps with ``compile``, an evaluation, a checkpoint; 0 sets no limit.
+    ``grace_seconds``: the time for saving a checkpoint after a request to end (SIGTERM, Ctrl-C); when it is over, the
+        run ends without the checkpoint; 0 sets no limit.
+    ``max_restarts``: how often all ranks restart from the last checkpoint after a rank has died, crashed, hung, or
+        failed with an error that may be transient; 0 is never. If you start torchrun yourself, torchrun's
+        ``--max-restarts`` applies instead.
+    ``nonfinite``: the reaction to a step with a non-finite loss or gradient: stop ends the run; skip leaves out the
+        step, but at most ten in a row.
     ``patience``: the run ends, with a checkpoint, after this many evaluations in a row without an improvement of
-    ``checkpoint.metric``; 0 is never. ``target``: the run ends, with a checkpoint, after an evaluation in which
-    ``checkpoint.metric`` reaches this value; off is never.
+        ``checkpoint.metric``; 0 is never.
+    ``target``: the run ends, with a checkpoint, after an evaluation in which ``checkpoint.metric`` reaches this value;
+        off is never.
     """
 
     steps: int = 0
@@ -447,11 +456,12 @@ class _Run:
         )
 
     def _next_batches(self, total: int) -> tuple[Rows | None, Rows | None]:
-        """Return the batches of the next step and of the one after it. A batch is None on all ranks if any rank has no
-        more rows; the second one also if the pipeline drains between the two steps.
+        """Return the batches of the next step and of the step after it.
 
-        If steps overlap, batches are fetched two steps ahead, so that no rank waits for others to know whether all
-        have rows. None are fetched beyond a step that is evaluated or saved.
+        A batch is None on all ranks if any rank has no more rows. The second batch is also None if the pipeline drains
+        between the two steps. If steps overlap, batches are fetched two steps ahead: the ranks then exchange whether
+        all of them have rows while a step runs. No batch is fetched beyond a step after which the run evaluates or
+        saves.
         """
         first = last = self._engine.completed_steps + 1
         if self._engine.continues and not self._draining:
@@ -591,8 +601,8 @@ class _Run:
         self._reports.append(_Contributed(step, result, table))
 
     def _report(self, logger: RankZeroLogger) -> None:
-        """Report the steps whose statistics are gathered. If steps overlap, those of the last step arrive while the
-        next one runs."""
+        """Report the steps whose statistics have been gathered. If steps overlap, a step is reported after the next
+        one, because its statistics are gathered while the next step runs."""
         while len(self._reports) > min(1, len(self._ahead)):
             self._report_step(logger, self._reports.popleft())
 

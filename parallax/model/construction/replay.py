@@ -39,7 +39,10 @@ _KEPT_STATES = 16  # draws of a seeded generator per cached state
 
 
 class Replay:
-    """Computes real tensors from ``log``. ``seed`` seeds the random numbers for which the constructor sets no seed."""
+    """Computes real tensors from ``log``, the operations of a model's constructor.
+
+    ``seed`` seeds the random numbers for which the constructor sets no seed.
+    """
 
     def __init__(self, log: OperationLog, seed: int) -> None:
         self._log, self._seed = log, seed

@@ -59,8 +59,8 @@ def count(
 
     ``sample(n)`` returns inputs and targets of n rows, of which only shapes and dtypes are used. ``precision``
     determines the bytes of AdamW's states. Saved tensors of less than ``minimum_bytes`` count as not offloadable. The
-    loss is counted with the last block. If the loss is computed over the whole batch, it is counted separately, on
-    ``gathered`` rows; 0: it is not.
+    loss is counted with the last block. If the loss is computed over the whole batch, ``gathered`` is the number of
+    rows of the batch, and the loss is counted separately, on these rows; otherwise ``gathered`` is 0.
 
     Raises :class:`DescribeError` if a block does not accept the outputs of the one before it, or reads values, which
     fake tensors lack.

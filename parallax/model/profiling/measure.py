@@ -128,10 +128,11 @@ def measure(
     rows. Costs for other numbers of rows are interpolated, or extrapolated linearly.
 
     Saved tensors of less than ``minimum_bytes`` count as not offloadable. The loss is measured with the last block. If
-    the loss is computed over the whole batch, it is measured separately, on ``gathered`` rows, because its cost may be
-    non-linear (that of all pairs of rows grows quadratically); 0: it is not. ``offloader`` offloads as in a run; None:
-    the run does not offload. If a cached profile was measured on a busy machine, it is measured again, once in this
-    process. Raises :class:`DescribeError` if a block does not accept the outputs of the one before it.
+    the loss is computed over the whole batch, ``gathered`` is the number of rows of the batch; otherwise it is 0. Such
+    a loss is measured separately, on these rows, because its cost may be non-linear (that of all pairs of rows grows
+    quadratically). ``offloader`` offloads as in a run; None: the run does not offload. If a cached profile was measured
+    on a busy machine, it is measured again, once in this process. Raises :class:`DescribeError` if a block does not
+    accept the outputs of the one before it.
     """
     how: dict[str, Any] = {"precision": precision, "offloader": offloader}
     how |= {"minimum_bytes": minimum_bytes, "gathered": gathered}
@@ -170,7 +171,7 @@ def measure(
 def _with_rows_of(profile: ModelProfile | None, rows: Sequence[int]) -> ModelProfile | None:
     """Return ``profile`` if a measurement with the candidates ``rows`` would measure the same rows; otherwise None.
 
-    ``profile``: one whose measurement ended before the last of its candidates.
+    ``profile``: a profile whose measurement ended before the last of its own candidates.
     """
     points = profile.blocks[0].forward_seconds.points if profile else ()
     measured = {n for n, _ in points}

@@ -87,8 +87,8 @@ def verify(
 def _check_forward(chain: Chain, loss: Loss, batch: SampleRows) -> str:
     """Compare chain and model. Return the reason why the comparison was incomplete, or '' if all was compared.
 
-    Raises an error if the chain is wrong. Also raises the :class:`UserError` that model or loss raise for every number
-    of rows, if there is one.
+    Raises an error if the chain is wrong. If the model or the loss fails for every number of rows that is tried, and
+    the first failure is a :class:`UserError`, this error is raised.
     """
     if not has_own_forward(chain):
         return ""  # the model is defined by its blocks

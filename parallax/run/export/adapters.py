@@ -15,7 +15,7 @@ class PeftForm:
     name, takes_adapters, takes_merged = "peft", True, False
 
     def contents(self, trained: Trained) -> Contents:
-        """Return the export of ``trained`` before it is written."""
+        """Return the files to write for ``trained``, as :class:`Contents`."""
         model, reader = trained.model, trained.reader
         if not has_adapters(model):
             raise ConfigError(

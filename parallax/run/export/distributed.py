@@ -43,7 +43,7 @@ class DistributedForm:
     name, takes_adapters, takes_merged = "dcp", False, False
 
     def contents(self, trained: Trained) -> Contents:
-        """Return the export of ``trained`` before it is written."""
+        """Return the files to write for ``trained``, as :class:`Contents`."""
         tensors = trained.tensors()
         states = _states(trained, tensors)
         sources = {other: names[0] for names in trained.names() for other in names}

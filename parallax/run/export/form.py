@@ -30,8 +30,8 @@ class Exported:
 
 @dataclass(frozen=True)
 class Contents:
-    """An export that has not been written yet. ``size``: its bytes. ``write(folder)`` writes the files, and returns
-    messages for the user."""
+    """The contents of an export, which are not written yet. ``size``: their bytes. ``write(folder)`` writes the files,
+    and returns messages for the user."""
 
     size: int
     write: Callable[[Path], list[str]]
@@ -120,8 +120,8 @@ class ExportForm(Protocol):
     takes_merged: bool
 
     def contents(self, trained: Trained) -> Contents:
-        """Return the export of ``trained`` before it is written. Raises :class:`ConfigError` if the model cannot be
-        exported in this format."""
+        """Return the files to write for ``trained``, as :class:`Contents`. Raises :class:`ConfigError` if the model
+        cannot be exported in this format."""
         ...
 
 

@@ -44,7 +44,7 @@ class HuggingFaceForm:
     name, takes_adapters, takes_merged = "huggingface", True, True
 
     def contents(self, trained: Trained) -> Contents:
-        """Return the export of ``trained`` before it is written."""
+        """Return the files to write for ``trained``, as :class:`Contents`."""
         model: Any = trained.model
         if not is_pretrained(model):
             raise ConfigError(
@@ -65,7 +65,7 @@ class HuggingFaceForm:
 
 
 def _adapters(trained: Trained) -> Contents:
-    """Return the export of the adapters in peft's format, together with the tokenizer of their base model if the run
+    """Return the files to write for the adapters, in peft's format, with the tokenizer of their base model if the run
     started from a folder of transformers."""
     adapters = PeftForm().contents(trained)
 

@@ -15,7 +15,7 @@ class SafetensorsForm:
     name, takes_adapters, takes_merged = "safetensors", False, True
 
     def contents(self, trained: Trained) -> Contents:
-        """Return the export of ``trained`` before it is written."""
+        """Return the files to write for ``trained``, as :class:`Contents`."""
         shards = Shards(trained, OwnLayout())
 
         def write(folder: Path) -> list[str]:
