@@ -26,9 +26,11 @@ COMPUTES = ("forward", "backward", "backward_weight")  # kinds of spans that com
 class Span(NamedTuple):
     """One action of one rank, with times in seconds.
 
-    ``kind``: the action's kind, such as forward. ``micro``: the index of the micro-batch. ``start`` and ``end``: on the
-    monotonic clock of the rank's host. ``wait`` is the part of the duration for which the rank was blocked. ``read`` is
-    the part of ``wait`` in which the rank read rows.
+    ``kind``             the action's kind, such as forward
+    ``micro``            the index of the micro-batch
+    ``start``, ``end``   on the monotonic clock of the rank's host
+    ``wait``             the part of the duration for which the rank was blocked
+    ``read``             the part of ``wait`` in which the rank read rows
     """
 
     rank: int

@@ -35,12 +35,13 @@ _PADDING = {
 class Block:
     """A part of the model: a name, and the module that computes the part, on the meta device.
 
-    ``module`` is a module of the model, or a new module that contains modules of the model. Its parameters are the
-    model's own. ``unbatched``: indices of the outputs whose dimension 0 is not the micro-batch's rows (position tables,
-    biases made from parameters). Each rank of the next stage receives these outputs whole, and their gradients are
-    summed. ``reads``: (index, bytes) for each earlier block whose results this block uses, where the bytes are those of
-    these results for one row. Tensors that this block only passes on to later blocks do not count. ``reads`` is empty
-    if unknown.
+    ``module``     a module of the model, or a new module that contains modules of the model. Its parameters are the
+                   model's own.
+    ``unbatched``  indices of the outputs whose dimension 0 is not the micro-batch's rows (position tables, biases made
+                   from parameters). Each rank of the next stage receives these outputs whole, and their gradients are
+                   summed.
+    ``reads``      (index, bytes) for each earlier block whose results this block uses: the bytes of these results for
+                   one row. Tensors that this block only passes on to later blocks do not count. Empty if unknown.
     """
 
     name: str

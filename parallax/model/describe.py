@@ -207,17 +207,18 @@ def describe(
 
     The blocks come from the first of these sources that applies: the module paths in ``blocks``; the model's method
     ``blocks()``; the children of an ``nn.Sequential``; the model's forward, which is recorded on fake tensors
-    (:mod:`parallax.model.recording`) and partitioned at boundaries that few bytes cross. ``sample(n)`` returns inputs
-    of n rows, of which only shapes and dtypes are used. Raises :class:`DescribeError` with the lines to write if none
-    applies.
+    (:mod:`parallax.model.recording`) and partitioned at boundaries that few bytes cross. Raises :class:`DescribeError`
+    with the lines to write if none applies.
 
-    ``weights``: a safetensors file, or a folder of them, with the model's names. ``partial_weights``: the files may
-    lack tensors, such as those of a new head, and hold unused ones (:func:`~parallax.model.materialise.check_weights`
-    lists both). ``base``: see :class:`Chain`. ``layer``: the name of an inner module, at whose output the chain ends;
-    empty: the chain ends at the model's output. ``task`` may change how the forward is recorded. For a task without
-    training, a model whose forward differs in evaluation is recorded in evaluation. For inference, attention layers
-    that torch computes with one fused kernel are not divided, so that outputs are bit-identical to those of this
-    kernel.
+    ``sample(n)``        returns inputs of n rows, of which only shapes and dtypes are used
+    ``weights``          a safetensors file, or a folder of them, with the model's names
+    ``partial_weights``  the files may lack tensors, such as those of a new head, and hold unused ones
+                         (:func:`~parallax.model.materialise.check_weights` lists both)
+    ``base``             see :class:`Chain`
+    ``layer``            name of an inner module, at whose output the chain ends; empty: it ends at the model's output
+    ``task``             without training, a model whose forward differs in evaluation is recorded in evaluation. For
+                         inference, attention layers that torch computes with one fused kernel are not divided, so that
+                         outputs are bit-identical to those of this kernel.
     """
     deferred = deferred_init(factory, seed)
     model = deferred.model

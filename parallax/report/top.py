@@ -40,9 +40,13 @@ _SHORT_ACTIONS = {
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of the table. ``cell(rank)`` returns the text for a rank. ``importance``: the least important columns
-    are left out first. ``marked(rank)`` returns whether the text is red. ``left``: whether the text is aligned to the
-    left."""
+    """A column of the table.
+
+    ``cell(rank)``    returns the text for a rank
+    ``importance``    the least important columns are left out first
+    ``marked(rank)``  returns whether the text is red
+    ``left``          whether the text is aligned to the left
+    """
 
     heading: str
     cell: Callable[[RankSnapshot], str]

@@ -42,9 +42,11 @@ the share in the parameters."""
 class Interval:
     """The updates between two meetings of all ranks: those up to update ``stop`` − 1.
 
-    ``fetch()`` returns the batch of the next update, for each update after the first; None after the last row.
-    ``ends()`` returns whether this rank asks for an early meeting. ``report(step, figures)`` is called on the owner of
-    the first stage after each update, with the number of completed updates, while other ranks go on.
+    ``fetch()``                returns the batch of the next update, for each update after the first; None after the
+                               last row
+    ``ends()``                 returns whether this rank requests an early meeting
+    ``report(step, figures)``  is called after each update on the owner of the first stage, with the number of completed
+                               updates. Other ranks do not wait for it.
     """
 
     stop: int

@@ -100,14 +100,17 @@ class RankProgram:
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """The inputs of one run of ``program`` over ``batch``, in the step number ``index``. ``training`` is True if the
-    program contains backwards.
+    """The inputs of one run of ``program`` over ``batch``, in the step number ``index``.
 
-    The loss is divided by ``denominator``: the number of rows of the global batch or, if the loss defines ``count``,
-    the number of targets that count. The gradient of the loss is multiplied by ``scale``. If ``keep`` is given, no
-    targets are read; instead, ``keep`` is called with the index of the first row and the model's outputs. If
-    ``failed`` is given too, it is called with an exception that the model raises, and all ranks go on without the
-    outputs of that micro-batch. ``share``: the replica whose rows this rank computes; None stands for its own.
+    ``denominator``  divides the loss: the number of rows of the global batch or, if the loss defines a method
+                     ``count``, the number of targets that this method counts
+    ``training``     the program contains backwards
+    ``scale``        multiplies the gradient of the loss
+    ``keep``         if given, no targets are read; instead, it is called with the index of the first row and the
+                     model's outputs
+    ``failed``       if given together with ``keep``, it is called with an exception that the model raises, and all
+                     ranks continue without the outputs of that micro-batch
+    ``share``        the replica whose rows this rank computes; None means its own
     """
 
     index: int

@@ -42,18 +42,22 @@ class _Announced:
 class Update:
     """Updates one rank's ``stage`` with ``optimizer`` at the end of a step.
 
-    ``scale`` is the loss scale, and ``averages`` counts the updates of averaged weights. ``factor(step)`` returns the
-    factor of all learning rates; ``rate`` is ``lr`` times this factor. ``groups`` are the parameter groups. ``later``
-    holds the names of shared parameters that another rank includes in the gradient norm. ``losses()`` returns the
-    losses that this rank has computed. ``read()`` is called before the host reads the loss from the device, so that
-    other numbers can be copied at the same time. ``rounds`` counts local steps: the gradients of each group of
-    replicas are then clipped by their own norm, and ``norm`` is the root of the mean square over the groups.
-
-    Of asynchronous replicas, only the owners of the stages' states call :meth:`run`, without :meth:`begin`, with the
-    gradients and losses of all replicas. ``mesh`` then has these owners as its ``world``.
+    ``scale``         the loss scale
+    ``factor(step)``  returns the factor of all learning rates; ``rate`` is ``lr`` times this factor
+    ``averages``      counts the updates of averaged weights
+    ``groups``        the parameter groups
+    ``later``         names of shared parameters that another rank includes in the gradient norm
+    ``losses()``      returns the losses that this rank has computed
+    ``read()``        is called before the host reads the loss from the device, so that other numbers can be copied at
+                      the same time
+    ``rounds``        counts local steps. With local steps, the gradients of each group of replicas are clipped by their
+                      own norm, and ``norm`` is the root of the mean square over the groups.
+    ``rows``          checks that the batches of all ranks have the same rows
 
     After each :meth:`run`, ``loss``, ``norm``, ``verdict`` and ``rate`` describe the step, and are equal on all ranks.
-    ``rows`` checks that the batches of all ranks have the same rows.
+
+    If replicas are asynchronous, only the owners of the stages' states call :meth:`run`, without :meth:`begin`, with
+    the gradients and losses of all replicas. ``mesh`` then has these owners as its ``world``.
     """
 
     def __init__(

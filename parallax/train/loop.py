@@ -78,14 +78,14 @@ class TrainerConfig:
     ``grace_seconds``: the time for saving a checkpoint after a request to end (SIGTERM, Ctrl-C); when it is over, the
         run ends without the checkpoint; 0 sets no limit.
     ``max_restarts``: how often all ranks restart from the last checkpoint after a rank has died, crashed, hung, or
-        failed with an error that may be transient; 0 is never. If you start torchrun yourself, torchrun's
-        ``--max-restarts`` applies instead.
+        failed with an error that may be transient. With 0, they never restart. If you start torchrun yourself,
+        torchrun's ``--max-restarts`` applies instead.
     ``nonfinite``: the reaction to a step with a non-finite loss or gradient: stop ends the run; skip leaves out the
         step, but at most ten in a row.
     ``patience``: the run ends, with a checkpoint, after this many evaluations in a row without an improvement of
-        ``checkpoint.metric``; 0 is never.
+        ``checkpoint.metric``; 0 turns this off.
     ``target``: the run ends, with a checkpoint, after an evaluation in which ``checkpoint.metric`` reaches this value;
-        off is never.
+        off sets no target.
     """
 
     steps: int = 0

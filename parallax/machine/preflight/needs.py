@@ -50,9 +50,11 @@ class FolderNeeds:
 class HostNeeds:
     """The resources that a run needs on one host.
 
-    ``ranks`` are the ranks of this host, and ``world`` is the number of ranks on all hosts. ``accelerators`` is the
-    number of ranks on this host whose device has its own memory. ``process_bytes`` is the memory that each process
-    needs besides its plan; 0 if the processes already run. ``folders`` are the needs of each folder.
+    ``ranks``          the needs of each rank of this host
+    ``world``          the number of ranks on all hosts
+    ``accelerators``   the number of ranks on this host whose device has its own memory
+    ``process_bytes``  the memory that each process needs besides its plan; 0 if the processes already run
+    ``folders``        the needs of each folder
     """
 
     ranks: tuple[RankNeeds, ...]

@@ -21,8 +21,8 @@ class CheckpointConfig:
     ``asynchronous``: training resumes as soon as the tensors are copied to host memory, while a thread writes the
         files. If host memory is short, training also waits for writes. A run waits for its last checkpoint.
     ``keep``: how many of the latest checkpoints are kept; 0 keeps all.
-    ``keep_every``: a checkpoint is also kept, for ever, if its step is a multiple of this number; 0 is none.
-    ``best``: how many of the best checkpoints by ``metric`` are also kept; 0 is none.
+    ``keep_every``: a checkpoint is also kept, for ever, if its step is a multiple of this number; 0 turns this off.
+    ``best``: how many of the best checkpoints by ``metric`` are also kept; 0 turns this off.
     ``metric``: validation_loss, loss (of the step), or validation_NAME, if NAME is one of ``metrics``. A lower loss is
         better; each metric defines whether a higher value is better. With ``best``, an evaluation precedes each
         checkpoint, unless the metric is loss.

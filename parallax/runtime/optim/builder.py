@@ -26,11 +26,14 @@ Named = Mapping[str, nn.Parameter]
 class OptimizerBuilder:
     """Builds optimizers of ``config`` for parts of a model.
 
-    ``groups`` are the settings of all parameters, by name. ``dtype`` is the type in which parameters are stepped. If
-    ``averages`` is True, the optimizers also average the weights (:mod:`parallax.swap.optimizer.averaging`). With
-    ``outer``, their steps are local steps (:mod:`parallax.swap.optimizer.outer`), and ``means`` average over the
-    replicas, if there are several; ``fragments`` is the number of parts of the model whose rounds end at different
-    steps. If ``delays`` is True, they delay updates by one step (:mod:`parallax.swap.optimizer.delaying`).
+    ``groups``     the settings of all parameters, by name
+    ``dtype``      the type in which parameters are stepped
+    ``averages``   the optimizers also average the weights (:mod:`parallax.swap.optimizer.averaging`)
+    ``outer``      if given, the steps of the optimizers are local steps (:mod:`parallax.swap.optimizer.outer`). If
+                   there are several replicas, the attribute ``means`` must then have the functions that average
+                   weights.
+    ``fragments``  the number of parts of the model whose rounds of local steps end at different steps
+    ``delays``     the optimizers delay updates by one step (:mod:`parallax.swap.optimizer.delaying`)
     """
 
     def __init__(

@@ -28,8 +28,8 @@ class OptimizerConfig(Registered):
 
     ``lr``: the learning rate, which the schedule multiplies.
     ``weight_decay`` applies to matrices only.
-    ``clip_norm`` bounds the global gradient norm over all stages; 0 is no clipping.
-    ``clip_value`` bounds each element of a gradient, after ``clip_norm``; 0 is no clipping.
+    ``clip_norm`` bounds the global gradient norm over all stages; 0 turns clipping off.
+    ``clip_value`` bounds each element of a gradient, after ``clip_norm``; 0 turns this off.
     ``layer_decay``: the learning rate of a layer is multiplied by this factor once for each later layer. Layers are
         told apart by the first number in the names of their parameters.
     ``delay_correction``: with ``trainer.updates=delayed``, compute gradients with predicted weights, the newest ones

@@ -33,12 +33,16 @@ class StageOptimizer:
     The last parameters, with a fraction ``offload`` of all bytes, are stepped on the host while the next forward runs
     (:mod:`parallax.swap.optimizer.host`). All others are stepped on the device, before the next forward.
 
-    ``always_offloaded`` parameters are always stepped on the host, because other stages hold and step them too, and
-    device kernels may round differently. ``share`` and ``shard`` assign each parameter to the replica that steps it:
-    ``share`` for offloaded states, and ``shard`` for resident ones. If one of them is None, every replica steps all of
-    these parameters. ``streamed`` gives access to offloaded parameters, which are stepped on the host too.
-    ``builder`` builds the optimizers, and ``open_store`` opens the store for offloaded states. If ``overlaps`` is True,
-    passes of the next training step may run before :meth:`step` (:meth:`hold_gradients`, :meth:`exchange_buffers`).
+    ``builder``           builds the optimizers
+    ``always_offloaded``  parameters that are always stepped on the host, because other stages hold and step them too,
+                          and device kernels may round differently
+    ``open_store``        opens the store for offloaded states
+    ``share``             assigns each parameter with offloaded states to the replica that steps it; None: every replica
+                          steps all of them
+    ``shard``             the same for parameters whose states are on the device
+    ``streamed``          gives access to offloaded parameters, which are stepped on the host too
+    ``overlaps``          passes of the next training step may run before :meth:`step` (:meth:`hold_gradients`,
+                          :meth:`exchange_buffers`)
     """
 
     def __init__(

@@ -184,9 +184,13 @@ _MOST_HELD_OUT = 10_000  # rows of an iterable validation set, which are kept in
 
 @dataclass(frozen=True)
 class Split:
-    """Divides a collated batch into inputs and targets. ``inputs``: the keys of the inputs; None means all keys but
-    that of the targets. ``targets``: the key of the targets; auto means the first usual name of targets. ``keep()``
-    returns whether the model takes labels as inputs. ``label``: the name of the data in error messages."""
+    """Divides a collated batch into inputs and targets.
+
+    ``label``    the name of the data in error messages
+    ``inputs``   the keys of the inputs; None means all keys but that of the targets
+    ``targets``  the key of the targets; auto means the first usual name of targets
+    ``keep()``   returns whether the model takes labels as inputs
+    """
 
     label: str
     inputs: tuple[str, ...] | None

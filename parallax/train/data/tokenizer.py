@@ -55,8 +55,13 @@ Encode = Callable[[list[str]], list[list[int]]]
 
 @dataclass(frozen=True, slots=True)
 class TextTokenizer:
-    """A tokenizer. ``encode`` returns the ids of each text. ``vocabulary``: the number of ids. ``end``: the end-of-text
-    token, or None. ``digest``: a digest of the tokenizer's files and the library's version."""
+    """A tokenizer.
+
+    ``encode``      returns the ids of each text
+    ``vocabulary``  the number of ids
+    ``end``         the id of the end-of-text token; None if there is none
+    ``digest``      a digest of the tokenizer's files and the library's version
+    """
 
     encode: Encode
     vocabulary: int

@@ -52,10 +52,13 @@ class Growth:
 
 
 class MemoryAlarm:
-    """Watches the memory of one rank, and reports growth once. ``tiers()`` returns the bytes of this rank's tensors by
-    kind, such as optimizer states. ``ranks``: the number of ranks on this host, which share the host's free memory.
-    ``resident()`` returns the resident bytes of this process. ``free(n)`` returns the bytes that each of n more
-    processes could use on this host."""
+    """Watches the memory of one rank, and reports growth once.
+
+    ``tiers()``     returns the bytes of this rank's tensors by kind, such as optimizer states
+    ``ranks``       the number of ranks on this host, which share the host's free memory
+    ``resident()``  returns the resident bytes of this process
+    ``free(n)``     returns the bytes that each of n more processes could use on this host
+    """
 
     def __init__(
         self,
