@@ -228,5 +228,6 @@ def _check_size(store: Any, rank: int, size: int) -> None:
 def stop_processes() -> None:
     """Destroy the default process group. Without this, a normal exit may abort."""
     if dist.is_initialized():
-        gc.collect()  # what holds groups in reference cycles would end after the interpreter
+        # Objects in reference cycles that hold groups would otherwise be freed after the interpreter has ended.
+        gc.collect()
         dist.destroy_process_group()

@@ -123,7 +123,7 @@ def _keep(path: Path, found: RemoteLink) -> None:
         "bytes_per_second": found.link.bytes_per_second,
         "latency_seconds": found.link.latency_seconds,
     }
-    # A home that cannot be written costs a second.
+    # If the result cannot be cached, the next start measures again, which takes a second.
     with contextlib.suppress(OSError), replacing(path) as file:
         file.write(json.dumps({"link": link, "ways": found.full_speed_ranks}).encode())
 
@@ -142,7 +142,7 @@ def _measured(
     for pair in pairs:
         for step in range(_alike(nodes, pair)):
             low, high = (nodes.first(node) + step for node in pair)
-            # Made by all ranks: torch would name a group that only its members make by what else they have made.
+            # All ranks create the group. If only its members did, its name would depend on their other groups.
             group = dist.new_group([low, high], backend=backend) if backend else None
             if nodes.rank in (low, high):
                 connection = _Connection(low, high, nodes.rank == low, device, group)

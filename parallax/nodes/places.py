@@ -120,7 +120,7 @@ def find_directory_groups(directory: Path, nodes: Nodes) -> DirectoryGroups:
 
     def put() -> None:
         try:
-            # Where it is there, this asks the server of a network's file system.
+            # If the folder exists, mkdir makes the client of a network file system ask the server.
             path.parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
             for left in path.parent.glob(f"{_MARK}*"):  # left by processes that were killed
                 if time.time() - left.stat().st_mtime > _OLD_SECONDS:

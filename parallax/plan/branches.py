@@ -60,7 +60,7 @@ def _longest(costs: Sequence[float], reads: Reads, rows: int, link: Link) -> flo
     behind, stays = (
         list(costs),
         [-1] * len(costs),
-    )  # the longest path from a block; its reader on its device
+    )  # for each block: the longest path behind it, and the reader that stays on its device
     for block in range(len(costs) - 1, -1, -1):
         for earlier, _ in reads[block]:
             if costs[earlier] + behind[block] > behind[earlier] or stays[earlier] < 0:

@@ -55,7 +55,8 @@ def _overlapping(
     completed them, because each rank sends a gradient on before it computes its next forward and backward.
     """
     order = _compute_order(pipeline, pipeline_rank, 2 * micro_batches)
-    first = pipeline.pipeline_ranks - 1 + pipeline_rank  # actions of a step within the last list
+    # actions of a step that are in the list of the previous step
+    first = pipeline.pipeline_ranks - 1 + pipeline_rank
     result: list[Action] = []
     for each in order[first if begun else 0 : first + 2 * micro_batches]:
         later, micro = divmod(each.micro, micro_batches)

@@ -8,8 +8,8 @@ micro-batches, the smaller one is better. For a batch of B rows over r replicas,
 from __future__ import annotations
 
 AUTO = "auto"
-MOST_SIZES = 48  # rows per micro-batch that are tried one by one; beyond them every next has fewer rows by RATIO
-RATIO = 1.1
+MOST_SIZES = 48  # sizes that are tried without gaps
+RATIO = 1.1  # least ratio of two consecutive sizes after that
 
 
 def sizes(global_batch: int, microbatch: int | str) -> list[int]:

@@ -591,7 +591,7 @@ class Plan(Pipeline):
         """Return the plan from data that :meth:`to_dict` returned. Raises :class:`PlanError` for other data."""
         try:
             fields = dict(data)
-            if "version" not in fields:  # written last
+            if "version" not in fields:  # the last key of the file
                 raise KeyError("it has no version, so it is truncated")
             stages = tuple(
                 StagePlan(**{**s, "directives": tuple(Directive(d) for d in s["directives"])})

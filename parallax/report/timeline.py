@@ -19,7 +19,7 @@ COLOURS = {
     "update": "#4d4d4d",
     "fetch": "#e8a33d",
 }
-# Above what overlaps them: transfers, at 3.
+# The drawing order: computing is drawn over transfers, whose layer is 3.
 LAYERS = {"forward": 4, "backward": 4, "backward_weight": 4, "update": 4, "wait": 5}
 # Width of a digit as a share of the axis: boxes too narrow for their number have none.
 DIGIT_SHARE = 0.007

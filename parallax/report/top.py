@@ -137,7 +137,7 @@ def _fitting(run: LiveRun, width: int) -> tuple[list[_Column], list[str]]:
 def _columns(run: LiveRun, level: int) -> list[_Column]:
     """Return all columns. A higher ``level`` makes them narrower."""
     steps = [rank.step for rank in run.ranks]
-    apart = max(steps, default=0) > min(steps, default=0) + 1  # files differ by one at any time
+    apart = max(steps, default=0) > min(steps, default=0) + 1  # a difference of one step is normal
     unit = "/s" if level == 0 else ""
     return [
         _Column("rank", lambda rank: str(rank.rank), 100),

@@ -152,7 +152,7 @@ def build_loss(config: RunConfig) -> Loss:
     own = getattr(model, "loss", None)
     if not callable(own):
         return usual_loss
-    called = getattr(own, "forward", own)  # a module's call takes anything
+    called = getattr(own, "forward", own)  # a module's __call__ accepts any arguments
     check_call(f"the loss of {type(model).__name__}: loss", called, "outputs", "targets")
     if callable(count := getattr(own, "count", None)):
         check_call(f"the loss of {type(model).__name__}: count", count, "targets")
@@ -429,7 +429,7 @@ def _what_is_planned(
     progress(doing(config, "fetching rows"))
     batch = _sampled(config, quiet=False)
     if not chain.trains and config.task == PlanTask.INFERENCE:
-        batch = _WithoutTargets(batch)  # the loss is of what the model returns in training
+        batch = _WithoutTargets(batch)  # the loss needs the model's outputs in training
     if loss is usual_loss and config.metrics:
         targets = batch.targets(0, 1)
         if isinstance(targets, Tensor) and not targets.is_floating_point():

@@ -82,7 +82,7 @@ def settle(choice: DeviceChoice) -> None:
     """Configure this process like a rank on the devices ``choice``: the number of threads, and the allocator."""
     torch.set_num_threads(choice.threads)
     if choice.kind == "cpu":
-        use_one_arena()  # before a thread has another
+        use_one_arena()  # before another thread gets an arena
 
 
 def settled(cluster: ClusterConfig, plan: PlanConfig) -> DeviceChoice:
@@ -95,7 +95,7 @@ def _settled(cluster: ClusterConfig, count: int) -> DeviceChoice:
     choice = choose_devices(dataclasses.replace(cluster, devices=count))
     settle(choice)
     if choice.kind == "cpu":
-        keep_freed_memory()  # a rank does so after it has its weights
+        keep_freed_memory()  # a rank does this after it has created its weights
     return choice
 
 

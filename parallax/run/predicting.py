@@ -39,7 +39,7 @@ from parallax.train.unlabelled import SKIPPED, UnlabelledTable
 from parallax.train.watchdog import Watchdog
 
 Named = list[tuple[str, Tensor]]
-_TAG = 2**20  # of messages with outputs: no route between stages has it
+_TAG = 2**20  # of messages with outputs; no route between stages uses this tag
 
 
 @dataclass(frozen=True)

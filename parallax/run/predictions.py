@@ -68,7 +68,7 @@ class PredictedRows:
     def trimmed(self, name: str) -> list[Array] | None:
         """Return the rows of column ``name`` without padding; None if the column has the same length in all rows."""
         values = self.columns[name]
-        # A matrix of as many classes as a row has tokens is none of tokens.
+        # A matrix has one number for each class, even if there are as many classes as tokens in a row.
         if self.lengths is None or values.ndim < 3 or values.shape[1] != self.padded:
             return None
         return [row[:length] for row, length in zip(values, self.lengths.tolist())]

@@ -76,7 +76,7 @@ def versions() -> dict[str, str]:
     return {
         "python": ".".join(platform.python_version_tuple()[:2]),
         "parallax": parallax.__version__,
-        "torch": torch.__version__.partition("+")[0],  # built for what this host has
+        "torch": torch.__version__.partition("+")[0],  # the suffix names the build, such as +cu126
         "numpy": np.__version__,
     }
 

@@ -46,7 +46,7 @@ from parallax.serve.tensors import RequestError
 from parallax.serve.wire import short_path
 
 LINK = "PARALLAX_SERVER_LINK"
-"""Names the socket of the server that started this rank."""
+"""The environment variable with the path of the socket of the server that started this rank."""
 _ATTEMPTS = 2  # to compute a batch whose ranks end
 _RETRY_SECONDS = 1  # after which a client may try again
 _STARTS = 3  # that fail before a copy that has never started is given up

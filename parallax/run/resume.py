@@ -194,7 +194,8 @@ def _lost(stored: RunConfig, config: RunConfig, checkpoint: Path) -> Iterator[st
         fixed = key in ("seed", "optimizer.name", "optimizer.target") or (
             group == "model" and key != "model.verify"
         )
-        if key == "precision.parameters":  # an adapter's base is known by its bytes
+        if key == "precision.parameters":
+            # A checkpoint of adapters identifies the base model by checksums, which depend on its number format.
             adapting = built_model(stored).base(stored.seed) != ""
             fixed = adapting or stored.precision.masters != config.precision.masters
         if fixed or (group == "data" and not _same_rows(config, checkpoint)):

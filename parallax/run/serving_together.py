@@ -24,7 +24,7 @@ from parallax.runtime.failure.watch import Watch
 from parallax.serve.model import ModelFailed
 
 Front = Callable[[RunModel], None]
-"""Serves a model until it is to end."""
+"""A function that serves a model, and returns when the server ends."""
 
 
 class StartedModel(RunModel):

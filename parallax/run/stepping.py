@@ -65,7 +65,7 @@ def stepped_by(
     optimizer_bytes = costs.optimizer_bytes * states / ADAMW_STATES
     if not isinstance(costs, ModelProfile):
         return dataclasses.replace(costs, optimizer_bytes=optimizer_bytes)
-    once = 0 if outer is None else len(outer.states)  # these change once in a round
+    once = 0 if outer is None else len(outer.states)  # they change only at the end of a round
     moved = (3 + 2 * (states - once)) / (3 + 2 * ADAMW_STATES)
     if chain is not None and device is not None and not optimizer.moves_bytes_only:
         moved = max(moved, _relative_seconds(builder, chain, device))

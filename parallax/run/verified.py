@@ -27,8 +27,9 @@ def verify_run(
     Return the verdict on whether batches may be divided into micro-batches. Raises :class:`ConfigError` if the rows are
     padded and the model's outputs depend on the padding."""
     if config.model.work(str(config.precision)) is not None:
-        return Verdict()  # it has no code
-    model = asdict(config.model) | {"verify": "auto"}  # whenever it is checked, it is the same
+        return Verdict()  # the model is known by its sizes only
+    # The setting ``verify`` does not change the model, so all its values share one cached verdict.
+    model = asdict(config.model) | {"verify": "auto"}
     key = repr((model, config.loss, config.data, config.precision, config.trainer.global_batch))
     found = verify(
         chain,

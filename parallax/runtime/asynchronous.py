@@ -34,8 +34,8 @@ from parallax.runtime.update import Update
 from parallax.swap.statistics import SwapStatistics
 
 Compute = Callable[[Rows, int, int], tuple[float, list[Span]]]
-"""From a batch, its update and the index of a share to this rank's part of the loss, and spans. Leaves the gradients of
-the share in the parameters."""
+"""A function (batch, update, index of a share) that computes the gradients of the share, and leaves them in the
+parameters. It returns this rank's part of the loss, and the spans."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class AsynchronousSteps:
             spans.setdefault(share.update, []).extend(found)
         self.uses = exchange.end()
         done = self._meet()
-        batches.of(start + len(done) - 1)  # the same place in the data on all ranks
+        batches.of(start + len(done) - 1)  # so that all ranks are at the same position in the data
         for index, each in enumerate(done):
             each.spans = spans.get(start + index, [])
             if each.refusal:

@@ -48,7 +48,7 @@ from parallax.swap.optimizer.outer import OUTER_STATES
 
 logger = logging.getLogger("parallax")
 OF_GROUP = "@group-"
-"""Part of the kind of a state that belongs to another group of replicas than the first. The group's number follows."""
+"""The names of optimizer states of every group of replicas but the first end with this text and the group's number."""
 _PADDING_BYTES = 256  # bytes of padding per parameter in a buffer
 _SHARE = 0.5  # share of the free memory for copies of saved tensors
 

@@ -427,7 +427,7 @@ class Stage(nn.Module):
             draws = Draws(self._noise, self._seed, where.step, where.first, where.rows, index)
             with RowDropout(draws) as dropout:
                 outputs = as_tuple(block(*inputs))
-            # Dropout by function calls shows only here.
+            # Dropout that the block calls as a function is found only here.
             self._draws[place] = self._draws.get(place, False) or dropout.drew
             return outputs
 

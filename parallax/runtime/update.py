@@ -105,7 +105,7 @@ class Update:
 
         ``continues``: passes of the next step run before :meth:`run`, so the gradients are copied.
         """
-        self._optimizer.finish()  # an error of the last step is raised before the all-reduce
+        self._optimizer.finish()  # raises an error of the previous step before the all-reduce
         tensors = self._stage.named_tensors() if self._mesh.member == 0 else {}
         owned = {name: tensor for name, tensor in tensors.items() if name not in self._later}
         # The only synchronization of host and device in a step.
@@ -216,7 +216,7 @@ def open_optimizer(
         return partial(SharedStates, group, mesh.member, mesh.summing)
 
     tensors = stage.named_tensors()
-    # Other stages that hold them step them on the host.
+    # These shared parameters are stepped on the host, because other stages that hold them do so.
     owns = mesh.owns_state
     elsewhere = [n for n, users in shared.items() if any(plans[u].optimizer_offload for u in users)]
     return StageOptimizer(

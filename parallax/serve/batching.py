@@ -100,7 +100,7 @@ class Batcher:
                 )
             self._queue.append(request)
             self._rows += request.rows
-            # Otherwise a thread that waits for a full batch would look at all of the queue at each request.
+            # Not at every request, because a thread that waits for a full batch then searches the whole queue.
             if len(self._queue) == 1 or self._rows >= self._config.max_batch_rows:
                 self._changed.notify_all()
         request.answer.add_done_callback(lambda answer: self._drop(request, answer))

@@ -16,7 +16,7 @@ from parallax.machine.device import CopyEngine, DoneEvent, Event
 from parallax.model.private import copy_to_each, zero_each
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
-_LANES = 64  # elements; kernels round a last, partial vector differently: split at multiples of all vector sizes
+_LANES = 64  # elements, a multiple of all vector sizes, because kernels round a last, partial vector differently
 
 
 class ParameterSegment(NamedTuple):

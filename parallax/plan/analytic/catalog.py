@@ -30,31 +30,37 @@ all but the gradient."""
 ALLOCATOR_BYTES = 256 * 2**20
 """Bytes that PyTorch's caching allocator reserves for any model: small segments and workspaces of libraries."""
 GAP_TENSORS = 113.0
-"""Memory it reserves beyond its tensors, in tensors of the size of those between layers; a transformer's layer saves
-sixteen of that size. Holes are that large because a request larger than a hole gets new memory and a smaller one splits
-it; they do not grow with the micro-batches in flight, because the next one reuses the holes of the previous one.
-Replaying a step's tensors by the allocator's rules leaves 7 to 55 of them; published runs of another engine reserved 62
-to 92 more than the planner's tensors, most of it gradients that this engine widens module by module
-(``benchmarks/validation``). This one widens them in buckets; as its holes were never measured on such devices, the
-number covers those runs."""
+"""Bytes of holes that PyTorch's caching allocator reserves beyond its tensors, as a multiple of the tensor between two
+layers. A transformer's layer saves sixteen tensors of this size.
+
+A request that is larger than a hole gets new memory, and a smaller one splits the hole. Holes do not grow with the
+micro-batches in flight, because each micro-batch reuses the holes of the previous one. A replay of a step's tensors by
+the allocator's rules left holes of 7 to 55 such tensors. Published runs of another engine reserved 62 to 92 of them
+beyond the planner's tensors, mostly for gradients that this engine converts to full precision module by module
+(``benchmarks/validation``). Parallax converts gradients in buckets, but its holes were never measured on such devices,
+so the number covers those runs."""
 GAP_LIMIT = 0.29
-"""The same as a share of all bytes that are held only for a part of the step, for models of any kind; the smaller of
-both counts. In a convolutional net the tensor between layers is larger than most that a layer saves: 113 of them would
-exceed all activations. Holes are memory that transient tensors had before, so they are proportional to these too. The
-published runs reserved 0.09 to 0.24 of these bytes beyond them, widened gradients included; 0.286 is the limit that a
-further stage stays below with 95 % confidence (Student's prediction limit, as for the runs' number of tensors). In 32
-steps (ResNets, an EfficientNet and transformers; kept, recomputed, offloaded and mixed) whose tensors were replayed by
-the allocator's rules, the memory reserved beyond static and transient bytes was at most :data:`ALLOCATOR_BYTES` and
-0.07 of the planner's transient bytes, whose workspace is an upper bound."""
+"""Upper bound on the bytes of holes, as a fraction of the transient bytes, which are held only for a part of the step.
+The smaller one of this bound and :data:`GAP_TENSORS` counts.
+
+In a convolutional net, the tensor between two layers is larger than most tensors that a layer saves, so 113 of them
+would exceed all activations. But holes are memory that transient tensors had before, so the transient bytes bound them.
+The published runs reserved 0.09 to 0.24 of the transient bytes in addition, converted gradients included. With 95 %
+confidence, a further stage stays below 0.286 (Student's prediction limit, as for :data:`GAP_TENSORS`). The tensors of
+32 steps (ResNets, an EfficientNet and transformers, with all directives) were replayed by the allocator's rules. The
+memory reserved beyond static and transient bytes was at most :data:`ALLOCATOR_BYTES` and 0.07 of the planner's
+transient bytes, which include an upper bound on the workspace."""
 FORWARD_GAP_TENSORS = 8.0
-"""The same for forwards alone. Nothing is saved and no gradient is widened: a block's tensors are freed at its end, and
-the next block reuses their memory. The planner's workspace of a forward already has every tensor that the block would
-save in training, beside its temporary ones, as if none were freed before its end, so holes within a block are in it.
-What remains are holes between blocks of several kinds and between micro-batches of several sizes. In about 60 forwards
-of transformers on an H200 (torch's caching allocator, fused and plain attention, up to 152 000 classes, bf16 and fp32,
-micro-batches of equal and of several sizes) the memory reserved beyond parameters and kept outputs was at most this
-workspace and 4.9 tensors or, with tensors below 4 MiB, 57 MiB, which :data:`ALLOCATOR_BYTES` covers; in most it was
-less than the workspace."""
+""":data:`GAP_TENSORS` for plans that run forwards only.
+
+Nothing is saved and no gradient is converted: a block's tensors are freed at its end, and the next block reuses their
+memory. The planner's workspace of a forward includes holes within a block: it counts every tensor that the block would
+save in training, and its temporary tensors, as if none were freed before the block's end. There are also holes between
+blocks of several kinds, and between micro-batches of several sizes. About 60 forwards of transformers were measured on
+an H200 (torch's caching allocator, fused and plain attention, up to 152 000 classes, bf16 and fp32, micro-batches of
+equal and of several sizes). The memory reserved beyond parameters and kept outputs was at most this workspace and 4.9
+tensors. With tensors below 4 MiB, it was at most the workspace and 57 MiB, which :data:`ALLOCATOR_BYTES` covers. In
+most forwards it was less than the workspace."""
 
 
 @dataclass(frozen=True, kw_only=True)

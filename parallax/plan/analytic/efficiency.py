@@ -353,8 +353,8 @@ NOISE = 0.03
 OUTLIER = 2.0
 """Standard deviations beyond which the weight of a measurement falls (Huber 1964)."""
 LAUNCHES = (1.0, 5.0)
-"""Multiples of ``launch_seconds`` to start from: where launches do not determine the time, the loss has no slope in
-them, so a descent from one side of that floor does not find an optimum on the other."""
+"""Multiples of ``launch_seconds`` from which a descent starts. While launches do not determine the time, the loss does
+not depend on ``launch_seconds``, so a descent with small values would never find an optimum with larger ones."""
 STEP = 1e-4
 """Change of a logarithm by which derivatives are taken."""
 LONGEST = 1.0

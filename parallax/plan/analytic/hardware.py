@@ -96,8 +96,9 @@ class LinkKind:
 
 
 CHANNELS, EDGE_CHANNELS = 16, 4
-"""The most channels that NCCL is given, for a group that sums and for one direction between two ranks
-(NCCL_MAX_NCHANNELS, NCCL_MAX_P2P_NCHANNELS); by itself it takes up to 64, each with buffers of its own."""
+"""The limits that Parallax sets on NCCL's channels: of a group for all-reduces (NCCL_MAX_NCHANNELS), and of a
+connection in one direction (NCCL_MAX_P2P_NCHANNELS). Without limits NCCL uses up to 64 channels, each with its own
+buffers."""
 _SIMPLE, _LL, _LL128 = 4 * _MIB, 8 * 512 * 8 * 16, 120 * 640 * 8 * 8
 """Bytes of a connection's buffers by protocol: NCCL_BUFFSIZE, 4 MiB as documented; the others are lines × threads ×
 steps × bytes of NCCL's source (src/init.cc)."""

@@ -9,7 +9,7 @@ from parallax.plan.plan import Pipeline
 from parallax.plan.profile import ModelProfile
 
 Beside = tuple[int, int]
-"""The replica counts of the stage that sends to a stage, and of the stage that it sends to."""
+"""The replica counts of the stage before a stage, and of the stage after it."""
 
 
 def connection_bytes(

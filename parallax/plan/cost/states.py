@@ -194,7 +194,7 @@ def load_states(
     fetched = 0 if steps else math.ceil(3 * _state_bucket_bytes(profile, sizes) * per_byte)
     rounding = _rounding_bytes(profile, sizes, states - lower if lower else 0, streamed, gone)
     stepped = offload.optimizer * sizes.trained
-    moving = max(0.0, stepped - sizes.least_trained(streamed))  # the others move in any case
+    moving = max(0.0, stepped - sizes.least_trained(streamed))  # offloaded ones move anyway
     bucket = device.bucket_bytes if together > 1 else 0
     passing = _rewriting_bytes(profile, sizes, streamed, visiting, bucket)
     passing += steps * _copied_bytes(profile, sizes, moving, stepped)

@@ -125,7 +125,7 @@ def quick_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -
     ties = _tie_seconds(profile, cluster, pipeline)
     stalls = [_stall(cluster, pipeline, {stage: load}) for stage, load in enumerate(loads)]
     likely = _finish(profile, cluster, pipeline, loads, ties, stalls)[1]
-    # The path takes every micro-batch for one of the largest.
+    # The longest path assumes that every micro-batch has as many rows as the largest.
     count = _count(pipeline)
     even = pipeline.global_batch / (count * -(-pipeline.global_batch // count))
     if not any(stalls) and not any(load.states.ahead_seconds for load in loads):

@@ -405,7 +405,7 @@ class Rank:
         network = self._world.network
         arrived = network.simulator.now
         yield self._agreed
-        # The wait for other ranks does not count, and the exchange with them does.
+        # The wait for other ranks is left out, but the exchange with them counts.
         start = max(arrived, network.simulator.now - self._world.agreement_seconds)
         loads = {stage: self._passes(stage, self._rows[0]).load for stage in self._stages}
         states = [load.states for load in loads.values()]

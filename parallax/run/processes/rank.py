@@ -173,7 +173,7 @@ def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
 def _end(run: PreparedRun, nodes: Nodes, summary: Mapping[str, Any]) -> int:
     """Report how the run has ended; return the exit code."""
     stopped, saved = int(summary["stopped"]), summary["steps"] > 0
-    # Torchruns of several hosts wait for each other after success, in vain for one that was requested to end.
+    # After success, torchrun on each host waits for torchrun on the others, also for one that a signal has ended.
     code = exit_code(stopped, saved=saved and not nodes.several) if stopped else 0
     if dist.get_rank() == 0:
         _report_end(run, summary, code)

@@ -60,7 +60,7 @@ class HeldMasters:
         found = self._reader.read(f"model/{name}")
         if (
             found.dtype is tensor.dtype or self._reader.averaged
-        ):  # a master is of the trained weight
+        ):  # masters are of trained weights, not of averages
             return found
         master = self._reader.state_of(name, MASTER)
         return found if master is None else master

@@ -210,7 +210,7 @@ def _refusing(name: str, rows: ScoredRows | None = None) -> Iterator[None]:
         )
     try:
         with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings about classes that no row has
+            warnings.simplefilter("ignore")  # torchmetrics warns about classes without rows
             yield
     except torch.OutOfMemoryError:
         raise

@@ -24,8 +24,8 @@ from parallax.model.private import (
 )
 from parallax.runtime.optim.scaling import by_kind
 
-# Lion allocates a direction for each weight, for a run of small parameters at one time. The plan counts the largest
-# parameter's directions, and a run's are covered by the reserve of a device, twice as large.
+# Lion allocates a direction for each weight of a group of small parameters, or of one large parameter. The plan counts
+# the directions of the largest parameter. The device's reserve, which is twice as large, covers those of a group.
 _RUN_BYTES = 4 * 2**20
 
 

@@ -144,7 +144,7 @@ class DeviceOptimizer:
             for bucket in self._buckets:
                 if self.owns(bucket.segments[0].parameter):
                     bucket.step(settings, of_buckets)
-            if self._exchange is not None:  # otherwise the views would be made in vain
+            if self._exchange is not None:  # otherwise no views are needed
                 for bucket in self._buckets:
                     self._exchange.broadcast(
                         bucket.segments[0].parameter, bucket.weights.exchange_tensors()

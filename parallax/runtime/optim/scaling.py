@@ -32,7 +32,7 @@ from parallax.swap.optimizer.buckets import Correction
 FIRST_FACTOR = 2.0**16
 GROWTH_STEPS = 2000  # good steps in a row, before the factor doubles
 T = TypeVar("T", bound=Tensor)
-SMALLEST_FACTOR = 1.0  # an overflow with it is one of the loss itself
+SMALLEST_FACTOR = 1.0  # with this factor, the loss itself overflows
 PATIENCE = 16  # overflows in a row with a constant factor: as many as halve the first factor to the smallest
 
 

@@ -50,8 +50,8 @@ class Fence:
                 "continues there; this start ends without saving"
             )
         entry = {"token": self.token, "started": self.started, "node": node_name()}
-        # Written in a folder that the removal of interrupted saves covers. Errors are left to the save, which reports
-        # them.
+        # The removal of interrupted saves also removes this temporary folder. Errors are ignored here, because the save
+        # reports them.
         with contextlib.suppress(OSError):
             made = partial_folder(directory, 0) / _TOKEN_FILE
             made.parent.mkdir(exist_ok=True)

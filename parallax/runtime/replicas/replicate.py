@@ -378,7 +378,7 @@ def sync_for(
         }
         sync = NoSync(final, reduced)
     following: list[SyncStep] = [*_streamed_sum(stage, mesh, config, alone=not resident)]
-    # With local steps, statistics are averaged at the end of a round; of asynchronous replicas, where they meet.
+    # With local steps, statistics are averaged at the end of a round; for asynchronous replicas, at each meeting.
     if stage.norms.statistics_differ and not (mesh.plan.local_steps or mesh.asynchronous):
         following.append(StatisticsAverage(stage.norms))
     if shared:

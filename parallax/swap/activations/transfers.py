@@ -49,7 +49,7 @@ class Transfers:
         assert record.slot is not None
         flat = new_bytes(record.size, record.device)
         if record.sum is not None:
-            # The allocator may return the very block that held the right bytes: a missing wait would not show.
+            # The new memory may still contain the right bytes from before, which would hide a missing wait.
             flat.fill_(_UNWRITTEN)
         record.transfer = self._store.read(record.slot, flat)
         record.storage, record.state, record.read_back = flat.untyped_storage(), State.LOADED, True

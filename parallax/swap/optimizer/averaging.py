@@ -62,7 +62,7 @@ def _averaging(kind: Any) -> type[Optimizer]:
                 if p.grad is not None and AVERAGE not in self.state.get(p, ())
             }
             loss: float | None = step(self) if closure is None else step(self, closure)
-            # After the step: optimizers take a parameter without states for one that is new.
+            # Added after the step: an optimizer creates its states only for a parameter without any.
             for parameter, weights in begun.items():
                 self.state[parameter][AVERAGE] = weights
             _update(self)

@@ -113,7 +113,7 @@ class Bucket:
         to the gradients of the group.
         """
         for group, index, given in zip(self._kernel.param_groups, self._groups, self._given):
-            # Only what has changed: a step may count in its group.
+            # Only changed settings are copied, because a step may keep a counter in its group.
             group.update({k: v for k, v in settings[index].items() if _differs(given.get(k), v)})
             given.update(settings[index])
         for stepped, (weight, gradient) in zip(self._stepped, self.weights.tensors_to_step()):

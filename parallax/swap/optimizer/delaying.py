@@ -28,16 +28,16 @@ from parallax.model.private import copy_to_each, lerp_each_in_place, same_versio
 from parallax.swap.optimizer.averaging import SHARE, exchange
 
 VERSION = "weight_version"
-"""Key of a state. It is the newest weights during training. In a checkpoint, which has the newest weights as the
-model's, it is the version before them."""
+"""Key of a state: the newest weights. In a checkpoint, whose model weights are the newest ones, it is the version
+before them."""
 PREVIOUS = "previous_weights"  # key of a state, with the correction
 NEXT = "next_weights"
-"""Key of a state, with the correction, if passes of the next step precede a step: the weights of that step, in place of
-the previous weights."""
+"""Key of a state, with the correction: the weights of the next training step. If steps overlap (:func:`swap_buffers`),
+this state replaces that of the previous weights."""
 EXCHANGES = "exchanges_versions"
-"""Key of a parameter group: whether the step only exchanges the two versions."""
+"""Key of a parameter group: whether ``step`` only exchanges the model's weights with the newest weights."""
 SWAPS = "swaps_buffers"
-"""Key of a parameter group: whether the two versions exchange their memory in each step."""
+"""Key of a parameter group: whether passes of the next training step may run before a step (:func:`swap_buffers`)."""
 
 
 def delaying(optimizer: Optimizer, *, corrects: bool = False) -> Optimizer:
@@ -87,7 +87,7 @@ def _delaying(kind: Any, corrects: bool) -> type[Optimizer]:
             finally:
                 for parameter, current in weights.items():
                     parameter.data = current
-            # After the step: optimizers take a parameter without states for one that is new.
+            # Added after the step: an optimizer creates its states only for a parameter without any.
             for parameter, states in versions.items():
                 self.state[parameter].update(states)
 

@@ -117,7 +117,7 @@ class HostOptimizer:
     ) -> None:
         self.optimizer = optimizer
         self._rates = GroupRates(optimizer)
-        # of the stepping thread; of the main thread, waiting for it
+        # seconds of the stepping thread, and seconds that the main thread has waited for it
         self.update_seconds = self.stall_seconds = 0.0
         self._exchange, self._copies = exchange, copies
         self._beside = copies.compute_stream_context()

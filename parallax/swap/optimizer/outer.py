@@ -132,7 +132,7 @@ def _local(kind: Any, rule: OuterRule, mean: Mean | None) -> type[Optimizer]:
                     _exchange(self, fragment, exchanges, rule, mean)
                 return None
             parameters = [p for group in self.param_groups for p in group["params"]]
-            # Not in the state during the step: optimizers take a parameter without states for one that is new.
+            # Removed from the state during the step: an optimizer creates its states only for a parameter without any.
             kept = [_taken(self.state.get(p, {}), p, rule) for p in parameters]
             loss: float | None = step(self) if closure is None else step(self, closure)
             for parameter, states in zip(parameters, kept):

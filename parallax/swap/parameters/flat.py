@@ -169,7 +169,7 @@ class FlatParameter:
                 with contextlib.suppress(SwapError):
                     if not pending.cancel():
                         pending.wait()
-            self._targets = []  # the reads keep their slots: perhaps only the stream has waited for them
+            self._targets = []  # the reads still hold their slots, because perhaps only the stream has waited
         elif self._is_changed():
             self._write_back()
         if self.size and not self.storage.resizable():

@@ -282,7 +282,7 @@ class OffloadedParameters:
         try:
             yield
             if not hold:
-                for parameter in list(self._held):  # the last backward did not use them
+                for parameter in list(self._held):  # unchanged by the last backward
                     self._offload_gradient(parameter)
         finally:
             self._holds = False
@@ -546,7 +546,7 @@ class OffloadedParameters:
         if self.sink is not None:
             self.sink.accepted(parameter)
         self._note_high_water()
-        self._free_bytes_for(0)  # a block that was not entered may have made the gradient
+        self._free_bytes_for(0)  # the gradient may be of a block that was not entered
         self._collect_written()
         self._prefetch()
 

@@ -272,7 +272,8 @@ def _opened(path: Path) -> Any:
         with path.open("rb") as file:
             head, size = file.read(8), os.fstat(file.fileno()).st_size
         promised = len(head) + int.from_bytes(head[4:], "little")
-        # libsndfile takes a WAV file that ends early for a short one. Programs that write into pipes promise the most.
+        # libsndfile reads a truncated WAV file as a shorter one. Programs that write into pipes put the largest size
+        # into the header.
         if head.startswith(b"RIFF") and size < promised < _OF_PIPES:
             raise DataError(
                 f"{printable(str(path))}: it ends after {size:,} of {promised:,} bytes; copy it again, or remove it"
@@ -287,7 +288,7 @@ def _opened(path: Path) -> Any:
 def _soundfile() -> Any:
     try:
         import soundfile
-    except (ImportError, OSError) as error:  # OSError: without its library
+    except (ImportError, OSError) as error:  # OSError: libsndfile is missing
         raise ConfigError(
             f"data=audio: it needs soundfile ({printable(str(error))}); install it with pip install "
             "'parallax-train[audio]'"

@@ -18,7 +18,7 @@ from parallax.model.source import ModelConfig
 from parallax.runtime.batch import Rows
 
 Shapes = Callable[[int], tuple[tuple[Tensor, ...], Tensor]]
-"""From a number of rows to inputs and targets of that many rows, on the meta device."""
+"""A function that returns inputs and targets of the given number of rows, on the meta device."""
 
 
 class Source(Protocol):

@@ -85,7 +85,7 @@ class TextDataConfig(IndexedDataConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for key in ("path", "pattern"):
-            # Of a variable that is not set, most likely; as a path it would be this folder.
+            # Most likely the user's shell variable is not set. As a path, an empty text would be the current folder.
             if not getattr(self, key):
                 raise ConfigError(
                     f"data.{key}=: it is empty; name a folder or a pattern of files, or leave it out"

@@ -36,7 +36,7 @@ logger = logging.getLogger("parallax")
 PIECE_BYTES = 2**18
 LONGEST_PIECE = 2**24  # characters between two places where a file can be divided
 _CONTEXT = 64  # characters of whole lines before a piece, at least
-_TRIES = 16  # lines at whose end a piece may end, from its end on
+_TRIES = 16  # line ends at which to try to divide a piece, beginning with the last
 _BATCH_TEXTS = 1024
 _SETTINGS = (
     "tokenizer_config.json",
@@ -46,7 +46,7 @@ _SETTINGS = (
 )
 _SUFFIXES = frozenset({".json", ".model", ".txt", ".tiktoken", ".jinja"})
 _OF_MODELS = frozenset({"config.json", "generation_config.json", "model.safetensors.index.json"})
-# How tokenizers without settings call it, the most usual first.
+# Usual names of the end-of-text token, for tokenizers without settings; the most usual first.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 Encoded = TypeVar("Encoded")
