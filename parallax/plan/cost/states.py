@@ -264,7 +264,7 @@ def _groups(replicas: int, together: int, gone: int) -> int:
 
 
 def _state_bucket_bytes(profile: ModelProfile, sizes: Sizes) -> int:
-    """Return the most bytes of parameters whose states are fetched to the device together."""
+    """Return the largest number of bytes of parameters whose states are fetched to the device at one time."""
     return max(STATE_BUCKET_BYTES, 0 if profile.divides else sizes.parameter)
 
 

@@ -20,11 +20,15 @@ _ALWAYS_BYTES = 2**20
 
 
 class _Kept(NamedTuple):
-    """One buffer of a module: its ``name`` in ``owner``, the module's dict of buffers, its ``tensor``, and a copy of
-    its ``values``.
+    """One buffer of a module, and a copy of its values.
 
-    ``version`` is the tensor's version counter at the time of the copy. If ``counted`` is True, an equal counter shows
-    that the values have not changed. If it is False, the buffer is so small that it is copied in every step.
+    ``owner``    the module's dict of buffers
+    ``name``     the buffer's name in this dict
+    ``tensor``   the buffer
+    ``values``   the copy
+    ``version``  the buffer's version counter at the time of the copy
+    ``counted``  an equal version counter shows that the values have not changed. If False, the buffer is so small that
+                 it is copied in every step.
     """
 
     owner: dict[str, Tensor | None]

@@ -33,8 +33,8 @@ _Done = TypeVar("_Done")
 
 
 def collect(directory: Path, names: Iterable[str], groups: DirectoryGroups) -> None:
-    """Copy to this node those files of the checkpoint ``directory`` that it lacks and that hold tensors of the
-    parameters ``names``, which this rank needs.
+    """Copy to this node the missing files of the checkpoint ``directory`` that hold tensors of the parameters
+    ``names``, which this rank needs.
 
     ``groups`` says which ranks share the directory. Every rank of torch's default group calls this function. Tensors
     that no node has stay missing.
