@@ -352,9 +352,10 @@ NOISE = 0.03
 """Standard deviation of the logarithm of a measurement around the best prediction of it."""
 OUTLIER = 2.0
 """Standard deviations beyond which the weight of a measurement falls (Huber 1964)."""
-LAUNCHES = (1.0, 5.0)
-"""Multiples of ``launch_seconds`` from which a descent starts. While launches do not determine the time, the loss does
-not depend on ``launch_seconds``, so a descent with small values would never find an optimum with larger ones."""
+STARTS: tuple[dict[str, float], ...] = ({}, {"launch_seconds": 5.0}, {"kernel_seconds": 4.0})
+"""Multiples of coefficients from which descents start. A time is the maximum of launches and kernels, so while one of
+them does not determine it, the loss does not depend on that one's coefficient, and a descent with small values would
+never find an optimum with larger ones."""
 STEP = 1e-4
 """Change of a logarithm by which derivatives are taken."""
 LONGEST = 1.0
@@ -462,14 +463,11 @@ class _Fit:
         return float(huber.sum() + (self.precision * point**2).sum())
 
     def solve(self) -> Efficiency:
-        """Return the best coefficients found by one descent from each start point.
-
-        The start points differ in ``launch_seconds`` only, by the factors :data:`LAUNCHES`. If that coefficient is not
-        fitted, there is one start point.
-        """
-        launch = np.array([float(name == "launch_seconds") for name in self.names])
+        """Return the best coefficients found by one descent from each of :data:`STARTS` whose coefficients are fitted."""
         starts = [
-            math.log(multiple) * launch for multiple in (LAUNCHES if launch.any() else LAUNCHES[:1])
+            np.array([math.log(multiples.get(name, 1.0)) for name in self.names])
+            for multiples in STARTS
+            if set(multiples) <= set(self.names)
         ]
         ends = [self.descend(start) for start in starts]
         return self.at(min(ends, key=lambda end: end[0])[1])
