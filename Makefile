@@ -29,11 +29,12 @@ train: $(INSTALLED)  ## install into .venv, then plan and train the demo (ARGS g
 # A variable, because make runs lines that name it even under -n.
 LINT = $(MAKE) --no-print-directory lint
 
-# Lint runs beside the tests and is printed after them. Files of few but long tests, those of processes, come first by
-# name; by their number of tests they would come last. Bytecode is kept, also where the environment keeps Python from
-# writing it: some tests start processes, which would each compile the package, and pytest rewrites all asserts.
+# Lint runs beside the tests and is printed after them. The simulated accelerator is compiled beside the first tests,
+# none of which needs it. Files of few but long tests, those of processes, come first by name; by their number of tests
+# they would come last. Bytecode is kept, also where the environment keeps Python from writing it: some tests start
+# processes, which would each compile the package, and pytest rewrites all asserts.
 test: $(INSTALLED_DEV) $(INSTALLED_KSERVE)  ## lint, and all tests that are quick (ARGS go to pytest)
-	@$(LINT) >$(VENV)/.lint 2>&1 & lint=$$!; failed=0; \
+	@$(LINT) >$(VENV)/.lint 2>&1 & lint=$$!; failed=0; $(BIN)/python -m tests.sim.build >/dev/null 2>&1 & \
 	unset PYTHONDONTWRITEBYTECODE; $(BIN)/python -m compileall -q parallax benchmarks tests; \
 	echo "== pytest"; OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
 	--durations=20 $(ARGS) || failed=$$?; \

@@ -74,14 +74,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark cases of a ``sampled`` test as slow, all but about one in four.
+    """Mark cases of a ``sampled(n)`` test as slow, all but about one in ``n``, of which the default is 4.
 
     Multiples of the golden ratio, modulo 1, are distributed evenly and never repeat, so no value of a long product is
     left out by its position. A short product may lose values: mark its cases by hand, or none.
     """
-    if not any(map(item.get_closest_marker, LONG)) and item.get_closest_marker("sampled"):
+    sampled = item.get_closest_marker("sampled")
+    if sampled and not any(map(item.get_closest_marker, LONG)):
         test = item.nodeid.partition("[")[0]
-        if _cases[test] * _GOLDEN_RATIO % 1 >= 1 / 4:
+        if _cases[test] * _GOLDEN_RATIO % 1 >= 1 / (sampled.args or [4])[0]:
             item.add_marker("slow")
         _cases[test] += 1
 

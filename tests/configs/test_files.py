@@ -36,7 +36,7 @@ def option(group: str, name: str) -> RunConfig:
     return compose([f"{group}={name}", *(text.format(group=group) for text in NEEDS.get(name, []))])
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("file", FILES, ids=str)
 def test_every_option_composes_and_comes_back_from_text(file: Path) -> None:
     group, name = file.parent.name, file.stem

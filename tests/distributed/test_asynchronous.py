@@ -199,7 +199,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("rule", [ONE, FOUR], ids=["1", "4"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_run_is_its_replay_in_plain_torch(pool: Pool, plan: str, rule: ReplicasConfig) -> None:
@@ -224,6 +224,7 @@ def test_models_and_optimizers(
     check(pool.run(asynchronously, 2, case), case, 2)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rule", [ONE, FOUR], ids=["1", "4"])
 @pytest.mark.parametrize("replicas", [(2,), (2, 2)], ids=str)
 def test_a_late_replica_is_waited_for_at_the_bound(
@@ -234,6 +235,7 @@ def test_a_late_replica_is_waited_for_at_the_bound(
     check(found, case, 2)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("replicas", [(2,), (2, 2)], ids=str)
 @pytest.mark.parametrize(
     "optimizer", [AdamWConfig(lr=3e-3), SGDConfig(lr=0.1)], ids=["adamw", "sgd"]
@@ -268,7 +270,7 @@ def weights_after(case: Case, folder: Path, steps: int, saves: bool) -> Weights:
     return found
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("saved", [(2,), (2, 2)], ids=str)
 @pytest.mark.parametrize("replicas", [(1,), (3,), (2, 2), (1, 2)], ids=str)
 def test_a_run_resumes_under_another_plan(

@@ -37,7 +37,7 @@ def shape_of(case: Case, replicas: tuple[int, ...]) -> dict[str, Any]:
     return {"schedule": "breadth-first", "interleave": blocks // len(replicas)}
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("replicas", "group", "directive", "rows"), CASES, ids=str)
 @pytest.mark.parametrize("tied", [True, False])
 def test_gradients_are_those_of_1f1b(
@@ -71,7 +71,7 @@ def test_gradients_are_those_of_1f1b(
                     assert torch.equal(gradient, wanted[name]), name
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("factory", [gpt(), gpt(tied=False), half_frozen, with_buffers])
 @pytest.mark.parametrize(("replicas", "group"), [((1,), 0), ((1,), 2), ((1, 1), 0), ((2,), 0)])
 def test_training_is_bit_identical(

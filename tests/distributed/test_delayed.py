@@ -158,7 +158,7 @@ def check(found: list[Versions], expected: Versions, tolerance: float = 1e-9) ->
     assert {name for each in found for name in each.model} == set(expected.model)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("corrects", [False, True])
 @pytest.mark.parametrize("plan", PLANS)

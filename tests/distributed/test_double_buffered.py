@@ -75,7 +75,7 @@ def training(case: Case, folder: Path, drains: Collection[int]) -> Versions:
     return found
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("drains", [(), (0,), (2,), (0, 1, 3)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("corrects", [False, True])

@@ -182,6 +182,7 @@ def test_averages_are_those_of_torch(pool: Pool, tmp_path: Path, plan: str) -> N
     assert expected.evaluated[0] != expected.evaluated[1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("factory", [gpt(), with_unused], ids=["tied", "unused"])
 def test_kinds_of_averages(

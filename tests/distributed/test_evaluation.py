@@ -141,6 +141,7 @@ def test_the_figures_of_training_bit_for_bit_under_its_plan(
         compare(found, due.figures, exactly=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [

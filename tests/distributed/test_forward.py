@@ -91,6 +91,7 @@ def named(value: Any) -> str:
     return getattr(value, "__name__", str(value))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("factory", "options"),

@@ -193,7 +193,7 @@ def test_local_steps_are_those_of_plain_torch(pool: Pool, plan: str, rule: Repli
     compare(pool.run(training, case.world, case), expected, 1e-9)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "lengths", [(3, 2, 0), (3, 2, 1), (3, 3, 2), (4, 3, 0), (4, 2, 3), (2, 1, 1)]
 )
@@ -413,7 +413,7 @@ def weights_of(case: Case, folder: Path, start: int, steps: int, saves: bool) ->
     return found
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "options",
     [

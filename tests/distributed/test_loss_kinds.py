@@ -153,7 +153,7 @@ def whole(key: str, dtype: torch.dtype) -> tuple[float, dict[str, Tensor]]:
     return value.item(), {n: grad for n, grad in held.items() if grad is not None}
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("third", range(3))

@@ -173,7 +173,7 @@ def expected(kind: str, rows: int, seed: int) -> dict[str, float]:
 )
 # Torchmetrics has no correlation of replicas with a row each.
 @given(rows=st.integers(4, 3 * ROWS), seed=st.integers(0, 1000))
-@pytest.mark.sampled
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_metrics_are_those_of_all_rows_at_once(
@@ -212,6 +212,7 @@ def of_labels(kind: str, plan: Plans) -> tuple[dict[str, float], float]:
     return found, loss
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("plan", [PLANS[0], PLANS[1]], ids=str)
 @pytest.mark.parametrize("kind", ["causal", "masked"])
 def test_labels_among_the_inputs_are_scored(pool: Pool, kind: str, plan: Plans) -> None:

@@ -95,6 +95,7 @@ def theirs(schedule: str, pipeline_ranks: int) -> Found:
     return sum(loss.item() for loss in losses), gradients
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("pipeline_ranks", [2, 3])
 def test_gradients_equal_the_oracles(pool: Pool, schedule: str, pipeline_ranks: int) -> None:

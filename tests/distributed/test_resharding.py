@@ -237,7 +237,7 @@ def table(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Table:
     return Table(pool, tmp_path_factory.mktemp("table"))
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("before", "after", "optimizer"),
     [

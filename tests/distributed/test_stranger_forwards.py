@@ -104,7 +104,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("name", "stages", "offloaded", "precision"), CASES)
 def test_outputs_are_the_models_own(
     pool: Pool, tmp_path: Path, name: str, stages: int, offloaded: float, precision: str

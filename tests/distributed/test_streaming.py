@@ -209,7 +209,7 @@ def compare_training(
             )
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 2), (1,), (1, 2)], ids=str)
 @pytest.mark.parametrize("compute", ["", "bf16"])
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2", "zb-v"])

@@ -161,7 +161,7 @@ CASES = [
 PLAIN = [("fsdp2", "adamw", ()), ("fsdp1", "adamw", ())]  # each with habits above
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("kind", "optimize", "habits"),
     [*CASES, *(pytest.param(*each, marks=pytest.mark.thorough) for each in PLAIN)],

@@ -127,6 +127,7 @@ TELLING = {
 with replicas; below are three stages."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("replicas", "schedule", "model"),
     sampled(
@@ -167,6 +168,7 @@ def test_gradients_equal_plain_training(
         position += count
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("replicas", "directive"),
     sampled(

@@ -98,6 +98,7 @@ READERS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "command"), READERS, ids=lambda value: " ".join(value) if value is list else value
 )

@@ -120,6 +120,7 @@ def stranger(folder: Path, key: str) -> Path:
     return run
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("key", trust.KEYS)
 def test_nothing_of_a_stranger_is_imported(
     folder: Path, capfd: pytest.CaptureFixture[str], key: str

@@ -72,6 +72,7 @@ def check_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("binary", [True, False])
 @pytest.mark.parametrize("answer", [True, False])
 def test_tritons_client(

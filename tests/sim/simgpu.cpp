@@ -4,14 +4,18 @@
 //      an allocation counts as a write by its stream, and a free as a use by it, as in a caching allocator;
 //   2. copies between pinned and device memory that do not block are carried out as late as the order allows.
 // Written from torch's public headers only. Limits: one host clock (races between host threads are not its business).
-#include <torch/extension.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/CachingHostAllocator.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/TensorFactories.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/view_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -22,6 +26,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
+#include <torch/csrc/utils/pybind.h>
 #include <list>
 #include <map>
 #include <set>

@@ -51,6 +51,7 @@ def proved(config: GPTConfig, options: dict[str, Any]) -> Plan:
     return forward_plan(measured(config), cluster(plan.world_size, reserve=2**16), plan)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("direct", [False, True], ids=["staged", "direct"])
 @pytest.mark.parametrize(
     ("config", "options"),

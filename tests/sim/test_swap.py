@@ -35,7 +35,7 @@ MIDWAY = [
 ]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "lateness",
     [

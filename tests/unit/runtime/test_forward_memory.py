@@ -81,6 +81,7 @@ def peak_of(config: GPTConfig, plan: Plan, folder: Path) -> Peak:
     return Peak(held, found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("config", "options"),
     [

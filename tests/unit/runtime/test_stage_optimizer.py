@@ -454,6 +454,7 @@ def test_averages_are_those_of_full_precision_copies(
         assert all(torch.equal(found[key], value) for key, value in known.items())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("corrects", [False, True])
 @pytest.mark.parametrize("place", PLACES)

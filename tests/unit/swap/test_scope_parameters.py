@@ -52,6 +52,7 @@ def tied_gpt() -> nn.Module:
     return GPT(tied=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_every_model_is_exact(make: Callable[[], nn.Module], scratch: Path) -> None:
     compare(scratch, make=make, free_bytes=MIB if make in (Convolutions, Recurrent) else 0)
@@ -80,7 +81,7 @@ def test_every_optimizer_is_exact(
     compare(scratch, optimize=optimize)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("loop", HABITS, ids=lambda loop: loop.__name__)
 @pytest.mark.filterwarnings("ignore:.* of offloaded weights stay:RuntimeWarning")
 def test_every_habit_is_exact(loop: Loop, scratch: Path) -> None:
@@ -101,6 +102,7 @@ def test_a_fused_step_divides_the_gradients_by_the_loss_scale(scratch: Path) -> 
     compare(scratch, grad_scaler, optimize=lambda m: adamw(m, fused=True))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("make", "kind"),
     [

@@ -71,6 +71,7 @@ def read(settings: ParquetDataConfig, rows: list[int], model: Any = None) -> Any
 
 
 @KINDS
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cache", ["1GiB", 1])
 def test_rows_are_those_of_the_file_for_any_workers_and_splits(
     tmp_path: Path, write: Any, cache: Any
