@@ -694,8 +694,8 @@ class _Run:
                 logger.note(f"step {step}: {message}")
 
     def _due(self, every: int, step: int) -> bool:
-        """Whether an evaluation or a checkpoint that is due after ``every`` steps happens after ``step``. With local
-        steps, it waits for the end of the round."""
+        """Whether an evaluation or a checkpoint takes place after ``step``, if one is due every ``every`` steps; 0 is
+        never. With local steps, it is postponed to the end of the round."""
         round_ = self._engine.local_steps or 1
         return every > 0 and step % round_ == 0 and step // every > (step - round_) // every
 

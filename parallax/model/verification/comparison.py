@@ -264,7 +264,7 @@ class _Comparison:
 
 @dataclass
 class _Digests:
-    """A set of tensors.
+    """A set of tensors, for comparisons within a tolerance.
 
     A tensor is represented by two sums of its values, which do not depend on the order of dimensions. ``part``: the
     tolerance of a comparison, relative to the sum of absolute values. ``seen``: {number of elements: (sum of values,
@@ -280,7 +280,8 @@ class _Digests:
                 self.seen.setdefault(tensor.numel(), []).append(_digest(tensor))
 
     def has(self, tensor: Tensor) -> bool:
-        """Return whether a tensor with the same sums was added."""
+        """Return whether a tensor was added that seems equal to ``tensor``: it has as many elements, and its two sums
+        differ by the tolerance at most."""
         total, size = _digest(tensor)
         return any(
             abs(total - a) <= self.part * size and abs(size - b) <= self.part * size

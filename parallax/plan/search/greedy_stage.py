@@ -228,8 +228,8 @@ class GreedyStages:
         return self._columns.seconds
 
     def find(self, parts: tuple[Part, ...]) -> GreedyStage | None:
-        """Return the fastest choice of directives for a pipeline rank whose stages are ``parts``; None if
-        nothing fits."""
+        """Return the fastest choice of blocks to recompute and to offload, for a pipeline rank whose stages are
+        ``parts``; None if nothing fits."""
         if parts not in self._found:
             content = self._content(parts)
             if content not in self._known:

@@ -203,7 +203,7 @@ class SweepResults:
         return _series(self.timed, lambda p: (p.workload, p.unit, share(p)))
 
     def batches(self) -> list[Series]:
-        """Return series of points with equal layout, whose numbers of rows per step may differ."""
+        """Return series of points with equal devices, stages and replicas; their rows per step may differ."""
         full = [point for point in self.timed if point.peak is not None]
         return _series(full, lambda p: (p.workload, p.devices, p.layout))
 

@@ -327,15 +327,15 @@ class SharedStates:
             loads[owner] += parameter.nbytes
 
     def owner(self, parameter: torch.Tensor) -> int:
-        """Return the replica that owns ``parameter``."""
+        """Return the replica that steps ``parameter``."""
         return self._owner[parameter]
 
     def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether this replica owns ``parameter``."""
+        """Whether this replica steps ``parameter``."""
         return self._owner[parameter] == self._replica
 
     def broadcast(self, parameter: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-        """Broadcast ``tensors`` from the replica that owns ``parameter``, in one message."""
+        """Broadcast ``tensors`` from the replica that steps ``parameter``, in one message."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         dist.broadcast(flat, group=self._group, group_src=self._owner[parameter])
         if not self.owns(parameter):

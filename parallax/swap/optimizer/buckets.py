@@ -156,7 +156,8 @@ class Bucket:
                 self.states(index).update(self._counters.restored(self._stepped[index], known))
 
     def _part(self, value: Any, segment: ParameterSegment) -> Any:
-        """Return a segment's part of a state, on the device on which the bucket is stepped."""
+        """Return the elements of ``segment`` from a parameter's optimizer state ``value``, on the device on which the
+        bucket is stepped. A value that is no tensor is returned unchanged."""
         if not isinstance(value, Tensor):
             return value
         in_place = isinstance(self.weights, ResidentWeights)

@@ -46,7 +46,7 @@ class LoggedRun:
 
 
 class Destination(Protocol):
-    """One run at one destination.
+    """Writes the figures of one run to one destination.
 
     ``replaces``: whether the destination has dropped the points after the step from which the run resumes. If so, the
     repeated steps are sent again; otherwise they must not be sent. ``held``: the last step that the destination has;
