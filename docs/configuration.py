@@ -66,7 +66,7 @@ def page() -> Iterator[str]:
         if kinds:
             yield from _group(group, kinds)
     yield "## experiment"
-    yield "Several settings at once; what is typed beside them counts."
+    yield "Several settings at once. Settings that you type take precedence."
     yield _options("experiment")
 
 

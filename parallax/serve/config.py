@@ -19,7 +19,7 @@ class ServeConfig:
     """How ``parallax serve`` answers requests.
 
     ``host``: the address to listen on; 0.0.0.0 listens on all addresses of this machine.
-    ``port``: 0 chooses a free one.
+    ``port``: the port; 0 chooses a free one.
     ``max_batch_rows``: the largest number of rows in a batch, and so in a request.
     ``max_wait``: how long a request waits for other requests to share its batch, in seconds, or as text such as 5ms.
         With 0, a request waits only while the model is busy. With auto, the wait is chosen that has the smallest
