@@ -1,1 +1,1 @@
-"""Measurements that a claim rests on; each is run as ``python -m benchmarks.<name>``."""
+"""Measurements behind the claims of the documentation. Each is run as ``python -m benchmarks.<name>``."""

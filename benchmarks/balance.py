@@ -145,14 +145,14 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Repeated:
-    """One of the models, as the planner is given it."""
+    """A model with its batch and loss."""
 
     name: str
     length: int
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
 
     def chain(self) -> Chain:
-        """Its recorded blocks."""
+        """The blocks of its traced forward."""
         build, _ = _kinds()[self.name]
         return describe(build, sample=lambda rows: self.batch(rows).inputs(0, rows))
 
@@ -166,13 +166,13 @@ class Repeated:
         return TensorRows(tokens, tokens)
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Cross-entropy of every place."""
+        """Cross-entropy of every token."""
         logits = outputs if isinstance(outputs, Tensor) else outputs["logits"]
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 def cuts(costs: Sequence[float], count: int) -> list[int]:
-    """Where to cut blocks that take ``costs`` into ``count`` stages, so that the slowest is as fast as can be."""
+    """Return the boundaries that divide blocks of ``costs`` into ``count`` stages with the fastest slowest stage."""
     sums = [0.0, *itertools.accumulate(costs)]
     best = {
         0: (0.0, [0])

@@ -49,7 +49,7 @@ def rows_of(model: GPTConfig) -> TensorRows:
 
 
 def plans(model: GPTConfig, rows: int) -> dict[str, Plan]:
-    """The same plan, promised without a budget and under each."""
+    """The same plan, predicted without a budget and under each."""
     found = plan_model(
         describe(model.build),
         GPT.loss,
@@ -126,7 +126,7 @@ def run(model: GPTConfig, rows: int, turns: int) -> list[dict[str, Any]]:
 
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
-    """For people."""
+    """Return the rows as a table."""
     shown = Table(box=box.SIMPLE)
     for heading in ("rows", "budget", "step / no budget", "fastest", "predicted peak", "measured"):
         shown.add_column(heading, justify="left" if heading == "budget" else "right")

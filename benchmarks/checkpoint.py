@@ -76,13 +76,13 @@ class Way(Protocol):
         """Save."""
 
     def poll(self) -> None:
-        """A step has ended."""
+        """Note that a step has ended."""
 
     def end(self) -> None:
-        """Wait for it."""
+        """Wait until the checkpoint is complete."""
 
     def load(self, folder: Path) -> None:
-        """Bring everything back."""
+        """Load the checkpoint."""
 
 
 class Ours:
@@ -169,8 +169,8 @@ class Distributed:
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """Seconds of ``every`` steps and a checkpoint: that training stood still, until the checkpoint was whole, in all,
-    and to bring it back."""
+    """Seconds of a round of ``every`` steps with a checkpoint: the wait of training, the time until the checkpoint was
+    complete, the whole round, and the loading."""
 
     waited: float
     whole: float
@@ -179,7 +179,7 @@ class Round:
 
 
 def run(sizes: Sizes, threads: int, directory: Path) -> dict[str, Any]:
-    """Measure every way; the numbers as plain data."""
+    """Measure every variant, and return the numbers as plain data."""
     torch.set_num_threads(threads)
     with _training(sizes, directory) as (engine, step):
         tensors = _tensors(engine)
@@ -232,7 +232,7 @@ def _row(name: str, rounds: list[Round], plain: list[float], size: int) -> dict[
 
 @contextlib.contextmanager
 def _training(sizes: Sizes, directory: Path) -> Iterator[tuple[Engine, Callable[[], None]]]:
-    """An engine that has made its states, and what takes a step."""
+    """Return an engine with optimizer states, and the function that takes a step."""
     config = GPTConfig(
         layers=sizes.layers,
         hidden=sizes.hidden,
@@ -273,7 +273,7 @@ def _training(sizes: Sizes, directory: Path) -> Iterator[tuple[Engine, Callable[
 
 
 def _tensors(engine: Engine) -> dict[str, Tensor]:
-    """What the engine saves, by name: where it trains, not copies."""
+    """Return the tensors that the engine saves, by name; they are the engine's own, not copies."""
     found: dict[str, Tensor] = {}
     for name, tensor in engine.parameters.items():
         found[f"model/{name}"] = tensor.detach()
@@ -317,13 +317,13 @@ def _round(way: Way, step: Callable[[], None], every: int, folder: Path) -> Roun
 
 
 def _until_whole(folder: Path, saved: float, ended: float) -> float:
-    """Seconds from ``saved`` to the last change of a file, which the clock of the file system tells."""
+    """Return the seconds from ``saved`` to the last change of a file, by the clock of the file system."""
     newest = max(path.stat().st_mtime for path in folder.rglob("*") if path.is_file())
     return max(1e-9, min(ended, newest - time.time() + time.perf_counter()) - saved)
 
 
 def table(found: dict[str, Any]) -> Table:
-    """The numbers for people."""
+    """Return the numbers as a table."""
     size = f"{found['bytes'] / 1e6:.0f} MB in {found['sizes']['every']} steps"
     step = f"{found['step_seconds']:.3f} s, {found['threads']} threads"
     result = Table(title=f"a checkpoint of {size} of {step}")

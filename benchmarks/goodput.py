@@ -91,14 +91,14 @@ class Goodput:
 
 
 def train(*arguments: str) -> subprocess.Popen[str]:
-    """A run in the current folder; what it says goes to a file there."""
+    """Start a run in the current folder, with its output in a file there."""
     command = [sys.executable, "-m", "parallax", "train", *arguments]
     with Path("output.txt").open("a") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, text=True)
 
 
 def finished(process: subprocess.Popen[str], code: int = 0) -> None:
-    """Wait for its end, which must be this one."""
+    """Wait for the end of the run, and check its exit code."""
     if process.wait() != code:
         raise SystemExit(
             f"exit code {process.returncode}:\n{Path('output.txt').read_text()[-3000:]}"
@@ -121,7 +121,7 @@ def step_seconds(run: Path) -> float:
 
 
 def ranks(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Its ranks that live."""
+    """Return the run's live ranks."""
     found = []
     for process in psutil.Process(launcher.pid).children(recursive=True):
         try:
@@ -160,7 +160,7 @@ def disturbed(
 
 
 def _next_step(process: subprocess.Popen[str], run: Path, restarts: int) -> float | None:
-    """When a step of the next attempt had ended; None where there was none any more."""
+    """Return the time at which the first new step after a restart ended; None if the run ended before."""
     while process.poll() is None and noted_restarts(run)[0] == restarts:
         time.sleep(_POLL_SECONDS)
     step = last_step(run / METRICS)
@@ -172,7 +172,7 @@ def _next_step(process: subprocess.Popen[str], run: Path, restarts: int) -> floa
 
 
 def same_weights(first: Path, second: Path) -> bool:
-    """Whether their last checkpoints hold the same, bit for bit."""
+    """Return whether the last checkpoints of both runs are equal, bit for bit."""
     found = []
     for run in (first, second):
         parts = sorted(list_checkpoints(run / "checkpoints")[-1].rglob("*.safetensors"))
@@ -182,7 +182,7 @@ def same_weights(first: Path, second: Path) -> bool:
 
 
 def copied(run: Path, name: str) -> Path:
-    """A run of the same plan that has not begun."""
+    """Return a new run of the same plan."""
     copy = run.with_name(name)
     copy.mkdir()
     for file in ("plan.yaml", "plan.inputs.json", "profile.json", "events-predicted.jsonl"):
@@ -193,7 +193,7 @@ def copied(run: Path, name: str) -> Path:
 
 
 def measure(timing: Timing, settings: Sequence[str], seed: int) -> Goodput:
-    """Both runs, in the current folder."""
+    """Train both runs in the current folder, and return the figures."""
     finished(train("name=short", "trainer.steps=12", "trainer.checkpoint_every=0", *settings))
     each = step_seconds(Path("runs/short"))
     steps = max(10, round(timing.seconds / each))
@@ -226,7 +226,7 @@ def measure(timing: Timing, settings: Sequence[str], seed: int) -> Goodput:
 
 
 def main() -> int:
-    """Measure, print; 1 where the bar is missed."""
+    """Measure and print; return 1 if the bar is missed."""
     parser = argparse.ArgumentParser(description="Goodput of a run that is killed again and again.")
     parser.add_argument("--seconds", type=float, help="of undisturbed steps (300)")
     parser.add_argument("--kill-every", type=float, help="seconds between two kills (60)")

@@ -106,7 +106,7 @@ WAYS = {
 
 
 def run(sizes: Sizes, threads: int) -> dict[str, Any]:
-    """Measure every way; the numbers as plain data."""
+    """Measure every variant, and return the numbers as plain data."""
     torch.set_num_threads(threads)
     config = GPTConfig(
         layers=sizes.layers,
@@ -182,7 +182,7 @@ def _time(step: Step, parameters: Sequence[nn.Parameter], gradients: Sequence[Te
 
 
 def table(found: dict[str, Any]) -> Table:
-    """The numbers for people."""
+    """Return the numbers as a table."""
     shape = f"{found['parameters'] / 1e6:.0f} M parameters in {found['tensors']} tensors, {found['threads']} threads"
     result = Table(title=f"one AdamW step on the host, {shape}")
     for name in ("way", "s per 1e9", "over fused", "fastest", "over fused alone"):

@@ -22,7 +22,7 @@ _SECONDS = 20.0
 
 
 class HostError(RuntimeError):
-    """Namespaces cannot be had here."""
+    """Raised if network namespaces are not available."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +55,18 @@ class Host:
             )
 
     def processes(self) -> list[int]:
-        """All of it."""
+        """Return the processes of this host."""
         found = _run("ip", "netns", "pids", self.namespace, check=False)
         return [int(word) for word in found.split()]
 
     def kill(self) -> None:
-        """As if its power had failed, but for its kernel, which says that connections are gone."""
+        """Kill all processes of the host. Unlike after a power failure, the kernel closes their connections."""
         for process in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
     def set_link(self, *, up: bool) -> None:
-        """Cut the link at this end, or mend it."""
+        """Disable or enable the link at this host."""
         state = "up" if up else "down"
         _run("ip", "-n", self.namespace, "link", "set", self.interface, state)
 
@@ -95,7 +95,7 @@ class TwoHosts(contextlib.AbstractContextManager["TwoHosts"]):
 
     @property
     def a(self) -> Host:
-        """Where ranks meet."""
+        """The host at which ranks join."""
         return self.hosts[0]
 
     @property
@@ -162,7 +162,7 @@ class TwoHosts(contextlib.AbstractContextManager["TwoHosts"]):
         return started
 
     def stop(self) -> None:
-        """End all that runs on either host, and mend the link."""
+        """End all processes of both hosts, and enable the link."""
         for host in self.hosts:
             host.kill()
             host.set_link(up=True)

@@ -19,7 +19,7 @@ class Task(Protocol):
 
     @property
     def unit(self) -> str:
-        """What :meth:`units` counts."""
+        """The name of the items that :meth:`units` counts."""
 
     def build(self, device: torch.device) -> nn.Module:
         """The model, the same for the same seed of torch."""
@@ -31,10 +31,10 @@ class Task(Protocol):
         """Forward, in the precision that such models are trained in."""
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """What is recomputed or sharded as one."""
+        """The modules that are each recomputed or sharded as a whole."""
 
     def units(self, rows: int) -> int:
-        """What a throughput counts in ``rows``."""
+        """The number of items in ``rows`` that a throughput counts."""
 
 
 class Bottleneck(nn.Module):

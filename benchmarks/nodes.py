@@ -54,7 +54,7 @@ class Shape:
 
 
 def shapes() -> list[Shape]:
-    """The planner's choice first."""
+    """Return the shapes, the planner's choice first."""
     pairs = ("plan.stages=2", "plan.replicas=2")
     return [
         Shape("four ranks, as planned", 2, ()),
@@ -67,7 +67,7 @@ def shapes() -> list[Shape]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print; 1 where a bar is missed."""
+    """Measure and print; return 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--steps", type=int, default=STEPS)

@@ -103,7 +103,7 @@ class Scale(nn.Module):
 
 
 def run(sizes: Sizes) -> dict[str, Any]:
-    """Measure each in clean processes; the numbers as plain data."""
+    """Measure each schedule in new processes, and return the numbers as plain data."""
     found: dict[str, Any] = {
         "torch": torch.__version__,
         "cores": os.cpu_count(),
@@ -314,7 +314,7 @@ def _stage_plan(start: int, stop: int) -> StagePlan:
 
 
 def _check_same_loss(turns: dict[tuple[str, str], Turn]) -> None:
-    """A benchmark of two programs that compute different things would say nothing."""
+    """Raise an error if the losses differ, because the programs would not compute the same."""
     losses = [value for value in (turn() for turn in turns.values()) if value is not None]
     if max(losses) - min(losses) > 1e-5 * max(losses):
         raise AssertionError(f"the executors disagree on the loss: {losses}")

@@ -1,4 +1,4 @@
-"""Are pipelines as fast as planned, and plans better than even cuts?  ``python -m benchmarks.pipeline_plans [--json]``
+"""Are pipelines as fast as planned, and plans better than even ones?  ``python -m benchmarks.pipeline_plans [--json]``
 
 Everything is measured in one run: what the blocks cost and what the machine does in a clean process, nothing read from
 earlier runs; then whole training steps (``Engine.step``) of every plan by turns, in processes of one thread each.
@@ -82,7 +82,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
-    """A GPT over random tokens; no ties, so that nothing crosses the cut but activations."""
+    """A GPT over random tokens without tied weights, so that only activations cross the boundary."""
 
     config: GPTConfig
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -117,14 +117,14 @@ class Light(nn.Module):
 
 
 class Heavy(nn.Module):
-    """Few parameters, each used ``passes`` times for a row. One module, so the planner cannot cut it."""
+    """Few parameters, each used ``passes`` times for a row, in one module, which the planner cannot divide."""
 
     def __init__(self, width: int, passes: int) -> None:
         super().__init__()
         self.norm, self.linear, self.passes = nn.LayerNorm(width), nn.Linear(width, width), passes
 
     def extra_repr(self) -> str:
-        """What a chain's fingerprint tells apart."""
+        """Return the text by which fingerprints of chains differ."""
         return f"passes={self.passes}"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -321,7 +321,7 @@ def _weight(seconds: Sequence[float], heavy_last: bool) -> float:
 
 
 def run(sizes: Sizes, say: Say) -> dict[str, Any]:
-    """Both questions; the numbers as plain data."""
+    """Answer both questions, and return the numbers as plain data."""
     with tempfile.TemporaryDirectory(prefix="parallax-benchmark-") as cache:
         passes = twice_as_heavy(sizes, cache)
         return {

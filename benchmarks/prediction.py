@@ -161,7 +161,8 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What one run gave: seconds of each step after the warm-up, and of all ranks predicted and measured peaks."""
+    """The measurements of one run: seconds of each step after the warm-up, and predicted and measured peaks of all
+    ranks."""
 
     predicted_seconds: float
     steps: tuple[float, ...]
@@ -187,7 +188,7 @@ def run(cases: Sequence[Case], rounds: int, progress: Callable[[str], None]) -> 
 
 
 def _train(case: Case, folder: Path) -> Reading:
-    """One run in a new folder, in which it also keeps what it measures of model and machine."""
+    """Train one run in a new folder, which also holds the cache of its measurements of model and machine."""
     folder.mkdir()
     command = [sys.executable, "-m", "parallax", "train", "name=run", *case.overrides()]
     path = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -230,7 +231,7 @@ def _outcome(case: Case, readings: Sequence[Reading]) -> Outcome:
 
 
 def totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """What the table comes down to."""
+    """Return the table's medians and extremes."""
     return {
         "configurations": len(outcomes),
         "median_seconds_error": statistics.median(

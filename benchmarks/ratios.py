@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """How much longer ours takes, in two readings that noise disturbs differently.
+    """Return two ratios of our times to theirs, which noise disturbs differently.
 
     ``fastest`` is the best time over the best time: other work only ever slows a step down. ``median`` is that of the
     ratios of neighbouring turns, ``low`` and ``high`` their quartiles: what slows a whole turn down cancels out.

@@ -241,7 +241,7 @@ def stage_counts(question: Question) -> list[int]:
 
 
 def _spread(values: list[int], most: int) -> list[int]:
-    """At most so many of ``values``, from the first to the last."""
+    """Return at most ``most`` of ``values``, evenly chosen from the first to the last."""
     return [
         values[place]
         for place in sorted({round(i * (len(values) - 1) / (most - 1)) for i in range(most)})

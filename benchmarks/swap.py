@@ -102,7 +102,7 @@ class Way:
 
 @dataclass
 class Row:
-    """What came of one way; ``reason`` why nothing did."""
+    """The measurements of one variant, or the ``reason`` why there are none."""
 
     mode: str
     fraction: float | None
@@ -279,7 +279,7 @@ def _loop(
         return [*model.parameters(), *(value for state in states for value in state.values())]
 
     def step(mode: str) -> Result:
-        """In the model as this mode has left it."""
+        """Take a step, with the model as this mode has left it."""
         with torch.no_grad():
             for now, then in zip(tensors(), trained[mode], strict=True):
                 now.copy_(then)
@@ -332,7 +332,7 @@ class _Runner:
 
 
 def run(sizes: Sizes, folder: Path) -> dict[str, Any]:
-    """Measure every way; the numbers as plain data."""
+    """Measure every variant, and return the numbers as plain data."""
     with tempfile.TemporaryDirectory(prefix="parallax-benchmark-", dir=folder) as name:
         rows, static, activations = _measure(sizes, Path(name))
     plain = rows[0]
@@ -477,7 +477,7 @@ def _begin(stack: contextlib.ExitStack, sizes: Sizes, way: Way, folder: Path) ->
 
 
 def table(found: dict[str, Any]) -> Table:
-    """The numbers for people."""
+    """Return the numbers as a table."""
     sizes = found["sizes"]
     shape = f"GPT {sizes['layers']}×{sizes['hidden']}, {sizes['rows']} rows of {sizes['sequence']} tokens"
     title = f"{shape} in {sizes['micro_batches']} micro-batches\nplain takes {found['plain_seconds']:.2f} s per step"

@@ -69,7 +69,7 @@ class Place:
     minimum_bytes: int = 65536
 
     def cluster(self, devices: int, memory: int | None = None) -> ClusterConfig:
-        """So many devices, each one thread."""
+        """Return a cluster of ``devices`` devices, each one thread."""
         return ClusterConfig(
             kind=self.kind, devices=devices, threads=1, device_memory=memory or self.memory
         )
@@ -87,7 +87,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """A question to the planner."""
+    """A request to the planner."""
 
     devices: int
     config: PlanConfig
@@ -337,7 +337,7 @@ def loss_difference(ours: Run, theirs: Run) -> float:
 
 
 def check_same_losses(runs: Mapping[str, Run]) -> None:
-    """A benchmark of plans that compute different things would say nothing, nor would one of plans that fail."""
+    """Raise an error if losses differ or plans failed, because the plans would not compute the same."""
     first = next(iter(runs.values()))
     for name, run in runs.items():
         if run.reason is not None:

@@ -1,4 +1,4 @@
-"""Do the gains that ``parallax why`` predicts come true?  ``python -m benchmarks.why [--json] [--only TEXT]``
+"""Are the gains that ``parallax why`` predicts right?  ``python -m benchmarks.why [--json] [--only TEXT]``
 
 Four runs of two ranks are each slowed by one cause: rows that take long to read, one rank that computes four times as
 long, a budget that needs offloading to a disk of a known speed, and a disk that is slower than the plan was told.

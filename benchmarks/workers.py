@@ -1,4 +1,4 @@
-"""A process of its own for each way of doing a step, so that none sees another's heap, caches or failures.
+"""A separate process for each variant of a step, so that variants do not share heaps, caches or failures.
 
 ::
 
@@ -112,13 +112,14 @@ def reason(error: BaseException) -> str:
 
 
 def rotated(runners: list[T], turn: int) -> Iterator[T]:
-    """No process always runs after the same neighbour, whose writes may still be under way."""
+    """Yield ``runners`` rotated by ``turn``, so that no process always runs after the same one, whose writes may still
+    be running."""
     turn %= max(1, len(runners))
     yield from runners[turn:] + runners[:turn]
 
 
 class Deadline:
-    """A time budget that parts and steps look at."""
+    """A time budget for parts and steps."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
@@ -128,5 +129,5 @@ class Deadline:
         return max(0.0, self._end - time.monotonic())
 
     def over(self) -> bool:
-        """Whether none are left."""
+        """Whether no seconds are left."""
         return self.left() == 0.0

@@ -90,7 +90,7 @@ FOLDER = Path(__file__).parents[1] / "results"
 
 
 def run(results: Results, say: Callable[[str], None], sized: Sized, *, dry: bool) -> None:
-    """All parts that are not complete, one after another."""
+    """Run all parts that are not complete, one after another."""
     begun, budget = time.monotonic(), 0.0
     with tempfile.TemporaryDirectory(prefix="parallax-benchmark-") as cache:
         for name in results.unfinished:
@@ -114,7 +114,7 @@ def run(results: Results, say: Callable[[str], None], sized: Sized, *, dry: bool
 
 
 def _run_part(results: Results, name: str, part: Part, given: Given) -> None:
-    """A part that fails ends itself alone: the others have their own processes and memory."""
+    """Run one part. If it fails, the others still run, because they have their own processes and memory."""
     results.begin(name)
     try:
         with contextlib.closing(part(given)) as findings:
@@ -140,7 +140,7 @@ def _sized(parts: Mapping[str, Found], host_bytes: int | None) -> Setup:
 
 
 def _about(*, dry: bool) -> dict[str, Any]:
-    """What a reader of the file asks first."""
+    """Return the description of the run: machine, versions and commit."""
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "dry": dry,
@@ -155,7 +155,7 @@ def _about(*, dry: bool) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """What the repository has checked out; empty where git does not say."""
+    """Return the commit that is checked out; empty if git does not know it."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
@@ -176,7 +176,7 @@ def _folder(given: Path | None, *, dry: bool) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _ended_by(*signals: signal.Signals) -> Iterator[None]:
-    """A signal ends a run as an interrupt does: what it has is kept, and what it began is ended."""
+    """End the run at a signal as Ctrl-C does: findings are kept, and processes are ended."""
 
     def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         raise SystemExit(128 + number)
@@ -190,8 +190,8 @@ def _ended_by(*signals: signal.Signals) -> Iterator[None]:
 
 
 def _prepare(*, dry: bool) -> None:
-    """What all processes inherit: how torch allocates, or a cap is lost to fragments; those of a dry run are forked
-    from one that has imported what they need."""
+    """Set the environment of all processes for torch's allocator, without which fragmentation takes a part of the cap.
+    Processes of a dry run are forked from one that has imported their modules."""
     for name, value in accelerator_named("cuda").environment.items():
         os.environ.setdefault(name, value)
     if dry:
@@ -287,7 +287,7 @@ def _results(
 
 
 def _missed(results: Results, chosen: Sequence[str]) -> int:
-    """1 where a chosen part is not complete or a bar is missed."""
+    """Return 1 if a chosen part is not complete or a bar is missed."""
     complete = all(results.parts[name]["state"] == COMPLETE for name in chosen)
     return int(not complete or any(bar["met"] is False for bar in results.found["bars"]))
 

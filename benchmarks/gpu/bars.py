@@ -1,4 +1,4 @@
-"""What was promised of a real device, beside what was found: each bar with its value, met or missed."""
+"""The bars for a real device: each with its measured value, and whether it is met."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Bar:
 
 
 def bars(parts: Parts) -> list[Bar]:
-    """All that are promised, measured or not."""
+    """Return all bars, measured or not."""
     return [
         *_tests(parts.get("tests", {})),
         _highest_peak("demo", parts.get("demo", {})),
@@ -59,7 +59,7 @@ def bars(parts: Parts) -> list[Bar]:
 
 
 def _rows(part: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Those that ran."""
+    """Return the rows that were measured."""
     return {row["way"]: row for row in part.get("rows", ()) if row.get("reason") is None}
 
 
@@ -82,7 +82,7 @@ def _activations(name: str, part: Mapping[str, Any]) -> Iterator[Bar]:
 def _over(
     name: str, part: Mapping[str, Any], ours: str, least: float, theirs: str = SHARDED
 ) -> Bar:
-    """Throughput over a peer's, of turns beside each other."""
+    """Return a bar for the throughput relative to a peer's, by the ratios of neighbouring turns."""
     rows = _rows(part)
     if ours not in rows or theirs not in rows:
         return Bar(name=name, least=least, value=None)
@@ -93,7 +93,7 @@ def _over(
 
 
 def _within(name: str, part: Mapping[str, Any], way: str) -> Bar:
-    """A peak, as a share of what was allowed above what stays between steps."""
+    """Return a bar for a peak: its share of the cap, both without the bytes that stay between steps."""
     row = _rows(part).get(way, {})
     if "budget_bytes" not in row:
         return Bar(name=name, most=1, value=None)

@@ -21,7 +21,7 @@ from benchmarks.gpu.results import COMPLETE, BadResults, load
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Read both, print the table; 2 where one is not of this benchmark."""
+    """Read both and print the table; return 2 if a file is not of this benchmark."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.compare",
         description=__doc__,
@@ -68,7 +68,7 @@ def _shown(figure: Figure | None) -> str:
 
 
 def _remarks(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    """What makes the two less than comparable."""
+    """Return the differences that make the two results incomparable."""
     about = [(device_of(old), device_of(new)), *((old.get(key), new.get(key)) for key in _SAME)]
     for was, now in about:
         if was != now:

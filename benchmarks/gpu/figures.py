@@ -1,4 +1,4 @@
-"""What two results can be compared by: every figure of a results file, with the spread of the turns it comes from."""
+"""Every figure of a results file, with its quartiles, for the comparison of two files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Figure:
     more: bool
 
     def worse_than(self, before: Figure) -> bool:
-        """By more than the spread of both: neither's quartiles reach the other's."""
+        """Whether this figure is worse than the other one, and their quartiles do not overlap."""
         if self.more:
             return self.value < before.value and self.high < before.low
         return self.value > before.value and self.low > before.high

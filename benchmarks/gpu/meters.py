@@ -55,12 +55,12 @@ class CudaMeter:
         return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
 
     def elsewhere(self) -> AbstractContextManager[object]:
-        """Host memory does not count."""
+        """Return a context in which allocations count as host memory."""
         return contextlib.nullcontext()
 
 
 class CountedMeter(TorchDispatchMode):
-    """A device that is played by main memory: the storages that this thread has made and that are alive."""
+    """A simulated device in main memory: the live storages that this thread has made."""
 
     def __init__(self, cap_bytes: int | None) -> None:
         super().__init__()
@@ -104,10 +104,10 @@ class CountedMeter(TorchDispatchMode):
         self._peak = self._used
 
     def synchronize(self) -> None:
-        """Nothing runs behind this thread's back."""
+        """No-op: operators of the CPU are complete when they return."""
 
     def mark(self) -> float:
-        """A moment."""
+        """Return the time of the host's clock."""
         return time.perf_counter()
 
     def seconds(self, marks: Sequence[float]) -> list[float]:
@@ -116,7 +116,7 @@ class CountedMeter(TorchDispatchMode):
 
     @contextlib.contextmanager
     def elsewhere(self) -> Iterator[None]:
-        """What is made here stands for host memory."""
+        """Return a context in which tensors count as host memory."""
         before, self._counts = self._counts, False
         try:
             yield

@@ -1,4 +1,4 @@
-"""The results file: replaced whole, again and again, while parts come, so that whatever ends a run leaves what it had.
+"""The results file. It is replaced after each finding, so a run that is killed keeps its findings.
 
 ::
 
@@ -52,12 +52,12 @@ class Results:
         return parts
 
     def begin(self, name: str) -> None:
-        """A part begins."""
+        """Record that a part begins."""
         self._begun = time.monotonic()
         self.keep(name, {}, UNDERWAY)
 
     def keep(self, name: str, found: dict[str, Any], state: str = UNDERWAY) -> None:
-        """All that a part has found so far."""
+        """Store the findings of a part so far."""
         taken = time.monotonic() - self._begun
         self.parts[name] = {"state": state, "part_seconds": taken, **found}
         self._write()

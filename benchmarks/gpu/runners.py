@@ -1,4 +1,4 @@
-"""Ways as seen from outside: each a process of its own with its deadline, turns of all that run, and a row of each."""
+"""Runs the variants, each in a process of its own with a deadline, by turns, and makes a row of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENOUGH = 1.5  # times the longest round that must be left for another
 
 
 class Runner:
-    """A way's worker and what came of it; ``why`` it did not run, or stopped."""
+    """The worker of a variant and its measurements. ``why``: the reason if it did not run, or stopped."""
 
     def __init__(self, name: str, task: Task, spec: Spec) -> None:
         self.name, self.spec, self._task = name, spec, task
@@ -58,7 +58,7 @@ class Runner:
             self.peaks = [turn.peak_bytes]
 
     def resize(self, rows: int, deadline: Deadline) -> None:
-        """Train so many rows from now on."""
+        """Train with ``rows`` rows from now on."""
         static_bytes: int | None = self.ask(deadline, "resize", rows)
         if static_bytes is not None:
             self.rows, self.static_bytes = rows, static_bytes
@@ -71,7 +71,7 @@ class Runner:
         return None
 
     def restart(self, deadline: Deadline) -> None:
-        """A new process: what a failure left behind is gone."""
+        """Start a new process after a failure."""
         self.close()
         self.why, self._worker = None, self._started()
         self.ready(deadline)
@@ -115,7 +115,7 @@ def running(
 
 
 def half(deadline: Deadline) -> Deadline:
-    """For one variant: one that hangs leaves the others the time that they need."""
+    """Return half of the remaining time, as the limit of one variant that may hang."""
     return Deadline(deadline.left() / 2)
 
 
@@ -138,7 +138,7 @@ def by_turns(
 
 
 def row(runner: Runner, reference: Runner | None, task: Task) -> dict[str, Any]:
-    """What a way came to; times and losses beside those of ``reference``, where that ran."""
+    """Return the row of a variant, with times and losses relative to ``reference`` if that ran."""
     found: dict[str, Any] = {"way": runner.name, "rows": runner.rows, "reason": runner.why}
     if runner.why is not None or not runner.turns:
         why = runner.why or "no time was left for a turn"
@@ -162,7 +162,7 @@ def row(runner: Runner, reference: Runner | None, task: Task) -> dict[str, Any]:
 
 
 def exactness(ours: dict[int, float], theirs: dict[int, float]) -> dict[str, Any]:
-    """Losses of the steps that both have taken."""
+    """Compare the losses of the steps that both have taken."""
     steps = sorted(ours.keys() & theirs.keys())
     differences = [abs(ours[step] - theirs[step]) / max(abs(theirs[step]), 1e-30) for step in steps]
     return {

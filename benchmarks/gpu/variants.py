@@ -191,8 +191,8 @@ class Trainer:
         return turn
 
     def fits(self, rows: int, limits: tuple[int, ...]) -> str:
-        """Why a step of ``rows`` is not possible; nothing where it is. A swap limit is chosen of ``limits``: the share
-        that suits depends on what a block needs while it runs."""
+        """Return the reason why a step of ``rows`` is not possible; "" if it is possible. A swap limit is chosen of
+        ``limits``: the best one depends on the memory that a block needs while it runs."""
         del self._batch
         why = ""
         for limit in [limit for limit in limits if self._limit is None or limit <= self._limit] or [

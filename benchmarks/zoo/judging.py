@@ -76,7 +76,7 @@ def finite(trained: Trained) -> bool:
 
 @contextlib.contextmanager
 def short_floats() -> Iterator[list[torch.dtype]]:
-    """Collects the formats below double precision of what is kept for backwards."""
+    """Collects the number formats of saved tensors that are less precise than double."""
     seen: list[torch.dtype] = []
 
     def look(tensor: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def initial(build: Callable[[], nn.Module], mine: Mapping[str, Tensor], dtype: t
 
 
 def _wrong(draws: list[Tensor], mine: Tensor) -> str:
-    """Why ``mine`` is no further draw."""
+    """Return the reason why ``mine`` is not another draw of the factory; "" if it may be one."""
     if mine.shape != draws[0].shape:
         return f"shape {tuple(mine.shape)}, not {tuple(draws[0].shape)}"
     if mine.dtype != draws[0].dtype:

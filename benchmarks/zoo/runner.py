@@ -170,7 +170,7 @@ def _number_format(entry: Entry) -> tuple[torch.dtype, bool]:
 
 
 def _means(chain: Chain) -> str:
-    """How the model was cut."""
+    """Return how the model was partitioned."""
     kinds = {type(block.module).__module__ for block in chain.blocks}
     if any("recording" in kind for kind in kinds):
         return "traced"
@@ -287,13 +287,13 @@ class _Heard(logging.Handler):
     line = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep it."""
+        """Keep the text of a warning."""
         if record.levelno >= logging.WARNING:
             self.line = record.getMessage()[:_LINE]
 
 
 def _be_quiet() -> None:
-    """What libraries say goes nowhere: the verdict says what matters."""
+    """Discard the output of libraries; the verdict has the result."""
     warnings.filterwarnings("ignore")
     logging.getLogger("parallax").propagate = False
     null = os.open(os.devnull, os.O_WRONLY)

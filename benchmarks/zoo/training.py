@@ -214,7 +214,7 @@ def block_sizes(chain: Chain) -> list[int]:
 
 
 def _middle(sizes: Sequence[int]) -> int:
-    """Where both sides are closest to half; 0 where there are no two sides."""
+    """Return the boundary at which both sides are closest to half; 0 if there is only one block."""
     whole = sum(sizes)
     return min(range(1, len(sizes)), key=lambda cut: abs(2 * sum(sizes[:cut]) - whole), default=0)
 

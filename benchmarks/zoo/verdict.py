@@ -43,7 +43,7 @@ class Verdict:
 
     @property
     def one_block(self) -> bool:
-        """Whether it is not cut, so that one process trained all of it."""
+        """Whether the model is one block, so that one process trained all of it."""
         return self.blocks == 1
 
 

@@ -36,7 +36,7 @@ def resnet(given: Given) -> Findings:
 
 
 def caps(given: Given) -> Findings:
-    """What other caps cost, at a usual width."""
+    """Rows of smaller caps, for a decoder of usual width."""
     setup = given.setup
     specs = _specs(setup, ("plain", "offload 50%", *CAPS))
     yield from beside_plain(given, setup.caps, setup.caps_rows, specs)
@@ -91,7 +91,7 @@ def beside_plain(
 
 
 def _rows_that_fit(plain: Runner, rows: int, deadline: Deadline) -> int:
-    """``rows``, or half of them, as often as plain does not fit: the sizes of a device are known, not its gaps."""
+    """Return ``rows``, halved until plain training fits. The fragmentation of a device's memory is not known before."""
     while rows > 1 and not deadline.over():
         refused = plain.ask(half(deadline), "fits", rows, ())
         if not refused:

@@ -19,7 +19,7 @@ ROOMS = (
 
 
 def batch(given: Given) -> Findings:
-    """The most rows that train within a cap, per way."""
+    """Rows with the largest batch of each variant within a cap."""
     setup, task = given.setup, given.setup.resnet
     measured, cap = given.before.get("resnet", {}), setup.batch_cap_bytes
     if measured.get("activation_bytes"):
@@ -59,7 +59,7 @@ def batch(given: Given) -> Findings:
 def _largest(
     runner: Runner, start: int, limits: tuple[int, ...], deadline: Deadline
 ) -> tuple[int, str]:
-    """Double until it fails, then look between, to an eighth."""
+    """Return the most rows that train: doubled until a step fails, then narrowed to an eighth."""
     good, bad, rows, why = 0, None, start, "no time was left"
     while not deadline.over():
         if runner.why is not None:

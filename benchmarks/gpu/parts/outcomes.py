@@ -23,38 +23,38 @@ def _write(line: dict[str, Any]) -> None:
 
 
 def read(text: bytes) -> Iterator[dict[str, Any]]:
-    """The lines, but for one that a process was killed at."""
+    """Return the lines, without a last one that a kill left incomplete."""
     for line in text.splitlines():
         with contextlib.suppress(ValueError):
             yield json.loads(line)
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Leave out what another process has begun."""
+    """Deselect the tests that another process has begun."""
     lines = read(Path(os.environ[VARIABLE]).read_bytes())
     begun = {line["test"] for line in lines if line["outcome"] != COLLECTED}
     items[:] = [item for item in items if item.nodeid not in begun]
 
 
 def pytest_collection_finish(session: Any) -> None:
-    """All tests that will run."""
+    """Write the tests that will run."""
     for item in session.items:
         _write({"test": item.nodeid, "outcome": COLLECTED})
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    """It begins."""
+    """Write that a test begins."""
     _write({"test": nodeid, "outcome": BEGUN})
 
 
 def pytest_collectreport(report: Any) -> None:
-    """A file that cannot be imported is a test that failed."""
+    """Write a file that cannot be imported as a failed test."""
     if report.failed:
         _write({"test": report.nodeid, "outcome": "failed", "reason": _last(report.longreprtext)})
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Its body, or what failed or was skipped before and after it."""
+    """Write the outcome of the test, or of a set-up or tear-down that failed or was skipped."""
     if report.when != "call" and report.outcome == "passed":
         return
     found = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration}

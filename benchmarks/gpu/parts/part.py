@@ -36,7 +36,7 @@ class Given:
         return self.sized(self.before)
 
     def file(self, what: str) -> Path:
-        """A file beside the results."""
+        """Return the path of a file beside the results."""
         return self.folder / f"{self.name}-{what}"
 
 

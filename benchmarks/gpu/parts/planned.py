@@ -28,7 +28,7 @@ Asking = Callable[..., Answer]
 
 
 def model_of(task: GPTTask) -> Transformer:
-    """The task as the planner wants it, in bf16."""
+    """Return the task as the planner's model, in bf16."""
     config = GPTConfig(
         layers=task.layers,
         hidden=task.hidden,
@@ -41,7 +41,8 @@ def model_of(task: GPTTask) -> Transformer:
 
 
 def place_of(setup: Setup) -> Place:
-    """A CPU with a budget gives freed memory back: only then is a peak what the tensors need."""
+    """Return where the ranks compute. A CPU gets a budget, so that freed memory is returned and the peak is that of the
+    tensors."""
     memory = "auto" if setup.device == "cuda" else "4GiB"
     return Place(kind=setup.device, memory=memory, minimum_bytes=setup.minimum_bytes)
 
@@ -124,7 +125,7 @@ def allocator_cap(plan: Plan) -> int:
 
 
 def _step(team: Team, name: str, deadline: Deadline) -> Step:
-    """Whoever hangs leaves half of the time to the others."""
+    """Take a step of the plan ``name``. If it hangs, it uses half of the remaining time."""
     return team.step(name, timeout=max(1.0, deadline.left() / 2))
 
 
@@ -137,7 +138,7 @@ def _started(
     cap: int | None,
     deadline: Deadline,
 ) -> Team:
-    """Processes of their own for each plan: peaks are of a process."""
+    """Start separate processes for each plan, because peaks are those of a process."""
     assert answer.plan is not None
     team = stack.enter_context(
         Team(

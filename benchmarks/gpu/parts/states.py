@@ -41,7 +41,7 @@ def host(given: Given) -> Findings:
 
 
 def states(given: Given) -> Findings:
-    """Who trains more than twice what the device may hold."""
+    """Rows of the frameworks that train a model with states of more than twice the device's cap."""
     setup, task = given.setup, given.setup.states
     held = STATE_BYTES * task.parameters
     cap = int(held / STATES_OVER_CAP)
@@ -62,7 +62,7 @@ def states(given: Given) -> Findings:
 
 
 def _turns(given: Given, runners: Mapping[str, Runner]) -> Iterator[object]:
-    """All warm up, and take turns."""
+    """Warm all variants up, and let them take turns."""
     for name, runner in runners.items():
         runner.warm_up(half(given.deadline))
         given.say(f"{name}: {runner.why or format_bytes(runner.peak_bytes) + ' at its peak'}")

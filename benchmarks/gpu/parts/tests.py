@@ -108,7 +108,7 @@ class _Session:
         self._home.cleanup()
 
     def look(self) -> bool:
-        """Take in what is new; whether anything is still to come."""
+        """Read new outcomes; return whether more are expected."""
         if self.reason is not None:
             return False
         ended, news = self._process.poll(), self._read()
@@ -130,7 +130,7 @@ class _Session:
         return False
 
     def end(self, why: str) -> None:
-        """No more: what has not run has ``why`` for a reason."""
+        """End the session; tests that did not run get the reason ``why``."""
         if self.reason is None:
             self._stop()
             self._close(why)
@@ -152,7 +152,7 @@ class _Session:
         return [test for test, found in self.results.items() if found["outcome"] == outcome]
 
     def _start(self) -> None:
-        """A process for all that have not begun yet."""
+        """Start a process for all tests that have not begun."""
         self._news = time.monotonic()
         self._output = Path(self._home.name) / "output.txt"
         options = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", outcomes.__name__]
@@ -178,7 +178,7 @@ class _Session:
         return bool(whole)
 
     def _tell(self, test: str, why: str) -> None:
-        """A test that could not say so itself failed."""
+        """Record the failure of a test whose process died or hung."""
         line = json.dumps({"test": test, "outcome": "failed", "reason": why})
         with self._lines.open("a", encoding="utf-8") as file:
             file.write(f"\n{line}\n")
@@ -195,14 +195,14 @@ class _Session:
         return lines[-1] if lines else "it wrote nothing"
 
     def _stop(self) -> None:
-        """End the process and take in all that it left, with what the sanitizer has written among the rest."""
+        """End the process, and read its last outcomes and the sanitizer's output."""
         self._kill()
         self._read()
         text = self._output.read_text(encoding="utf-8", errors="replace")
         self.messages += [line for line in text.splitlines() if line.startswith("=========")]
 
     def _kill(self) -> None:
-        """The process and all that it has started."""
+        """Kill the process and its children."""
         for sent in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, sent)
