@@ -247,7 +247,7 @@ class Replica:
             time.sleep(min(_PAUSE_SECONDS * 2 ** (self._failed_starts - 1), _LONGEST_PAUSE_SECONDS))
 
     def _accept(self, listener: socket.socket, server: ForkServer, came: threading.Event) -> None:
-        """Wait until all ranks have connected to ``listener``. Then set ``came``: this copy of the model can compute."""
+        """Wait until all ranks have connected to ``listener``. Then set ``came``: this copy can compute."""
         links = list[RankLink]()
         try:
             while len(links) < self._job.plan.world_size:

@@ -36,8 +36,8 @@ def _worker(connection: Connection, port: int) -> None:
     # Processes of its own cost more than they compile.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     while True:
-        # What libraries have made, and jobs have imported, need not be looked through by all that follow: whoever
-        # describes a model looks at every object, and took longer with each job.
+        # Describing a model visits every object of the garbage collector. Objects of libraries and of earlier jobs are
+        # frozen, because they made each job slower than the one before.
         gc.collect()
         gc.freeze()
         job = connection.recv()

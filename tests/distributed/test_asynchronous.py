@@ -357,7 +357,7 @@ def test_intervals_end_with_the_rows_and_on_request(pool: Pool, replicas: tuple[
 
 
 def looped(case: Case, folder: Path, rows: int) -> tuple[dict[str, Any], list[str]]:
-    """The summary of a training loop over so many batches, and the checkpoints."""
+    """Return the summary of a training loop over ``rows`` batches, and the checkpoints."""
     engine = case.engine(folder)
     trainer = TrainerConfig(steps=9, global_batch=8, eval_every=3, checkpoint_every=4)
     logger = LoggerConfig(to=[], events=True)
@@ -367,7 +367,7 @@ def looped(case: Case, folder: Path, rows: int) -> tuple[dict[str, Any], list[st
 
 
 class Batches:
-    """A source of so many batches."""
+    """A source of ``count`` batches."""
 
     def __init__(self, count: int) -> None:
         self._count, self._taken = count, 0

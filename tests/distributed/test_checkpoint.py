@@ -353,8 +353,7 @@ def test_loop_keeps_the_last_checkpoints_and_falls_back(pool: Pool, tmp_path: Pa
 
 
 def test_skipped_checkpoints_do_not_count_as_kept(pool: Pool, tmp_path: Path) -> None:
-    """The last one was damaged; counted among those that are kept, it would have cost the one that the run went on
-    from."""
+    """A damaged last checkpoint must not count as kept, or the checkpoint from which the run resumed is removed."""
     case = CASE.under((1, 1))
     pool.run(
         looping, 2, case, tmp_path, {"steps": 4, "checkpoint_every": 2}, CheckpointConfig(keep=2)

@@ -25,7 +25,7 @@ MIB = 2**20
 
 
 class Wide(nn.Module):
-    """Some work, of so many ``seconds`` that what the ranks do beside it does not count."""
+    """A module that takes ``seconds``, so that other work of the ranks does not count."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()

@@ -89,7 +89,7 @@ def own_outputs(
 
 
 CASES = [
-    # What is sent in bf16 is what tests of the transport send.
+    # Messages in bf16 are covered by tests of the transport.
     pytest.param(
         *(name, stages, offloaded, precision),
         marks=[pytest.mark.slow] if (stages, precision) == (2, "bf16") else [],

@@ -105,7 +105,7 @@ def test_a_damaged_checkpoint_is_left_to_the_one_before(
 
 @pytest.mark.parametrize("key", ["trained_by", "fingerprint", "structure", "dtype", "optimizer"])
 def test_a_class_path_in_a_checkpoint_is_data(run: Path, key: str) -> None:
-    """Whoever made the folder made its digests, too."""
+    """The digests do not protect, because the author of a folder also wrote them."""
     (last,) = list_checkpoints(run / "checkpoints")
     mark = run / "executed"
     index = json.loads((last / "checkpoint.json").read_text())

@@ -70,7 +70,7 @@ sys.meta_path.insert(0, Late())
 
 
 def check_all_end(process: subprocess.Popen[str], here: Path) -> None:
-    """With the code of those that saved, and one line."""
+    """Check that all processes end with exit code 0 and one line."""
     code, _, err = finish(process)
     assert code == 0, err
     assert "Traceback" not in err
@@ -158,7 +158,7 @@ def test_a_launcher_that_is_still_importing_has_nothing_to_save(
     here: Path, number: int, code: int
 ) -> None:
     (here / "sitecustomize.py").write_text(SLOW_TORCH)
-    # Whoever runs the tests under nohup has SIGHUP ignored, and so have all that they start.
+    # Under nohup, the tests and all processes that they start ignore SIGHUP.
     process = start(["env", "--default-signal=HUP", *MODULE, "train", *ENDLESS])
     wait_for((here / "importing").exists, "torch")
     process.send_signal(number)

@@ -47,7 +47,7 @@ def engine(settings: RunConfig) -> Engine:
 
 
 def train(run: Path, steps: int) -> list[float]:
-    """Losses of so many steps more, in this process, from the run's checkpoint, if any, and into one."""
+    """Train ``steps`` more steps in this process, from the run's checkpoint if any; save, and return the losses."""
     settings = config.load((run / "config.yaml").read_text())
     built, source = engine(settings), open_source(settings)
     for path in list_checkpoints(run / "checkpoints")[-1:]:

@@ -125,7 +125,7 @@ def test_the_grace_ends_for_ranks_that_are_stopped(here: Path) -> None:
 
 @pytest.mark.faults
 def test_more_requests_than_one_are_one(here: Path) -> None:
-    """Whoever stops a job may ask again and again, also when all is saved already."""
+    """Further signals change nothing, also after the last checkpoint."""
     run = prepared(*ENDLESS, replicas=(1,))
     launcher = stepping(run)
     end = time.monotonic() + DONE_SECONDS

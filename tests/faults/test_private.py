@@ -55,7 +55,7 @@ def test_a_link_is_no_folder_of_a_run(tmp_path: Path) -> None:
     "name", ["metrics.jsonl", "checkpoints", "debug/steps.csv", "checkpoints/step-00000001", "gone"]
 )
 def test_links_inside_of_the_folder_of_a_run_are_refused(tmp_path: Path, name: str) -> None:
-    """What is written through one would change something of its user's elsewhere."""
+    """Writing through such a link would change other files of the user."""
     run, target = tmp_path / "run", tmp_path / "target"
     link = run / name
     link.parent.mkdir(parents=True)

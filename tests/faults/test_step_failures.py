@@ -60,7 +60,7 @@ def seconds_until_gone(folder: Path, ended: Callable[[], bool]) -> float:
 
 @dataclass(frozen=True)
 class Ended:
-    """What is left of launchers: exit codes, messages, and for how long there were ranks after the fault."""
+    """The end of launchers: exit codes, messages, and the seconds for which ranks lived after the fault."""
 
     codes: list[int]
     err: str

@@ -463,7 +463,7 @@ class _Fit:
         return float(huber.sum() + (self.precision * point**2).sum())
 
     def solve(self) -> Efficiency:
-        """Return the best coefficients found by one descent from each of :data:`STARTS` whose coefficients are fitted."""
+        """Return the best result of one descent from each of :data:`STARTS` whose coefficients are fitted."""
         starts = [
             np.array([math.log(multiples.get(name, 1.0)) for name in self.names])
             for multiples in STARTS

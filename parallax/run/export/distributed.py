@@ -6,7 +6,7 @@ weight under all of its names. ``optimizer`` has ``state`` by parameter name, an
 Tensors are read one at a time.
 
 The files are written by torch's own writer. Their index, ``.metadata``, is a pickle of torch's classes. torch executes
-this pickle when it reads the files, so whoever reads them must trust their author. ``parallax import`` does not execute
+this pickle when it reads the files, so a reader must trust their author. ``parallax import`` does not execute
 the pickle (:mod:`parallax.model.files.distributed`).
 """
 

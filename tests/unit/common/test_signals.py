@@ -50,7 +50,7 @@ def test_a_second_interrupt_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_two_interrupts_at_once_are_one() -> None:
-    """Whoever passes signals on sends a second one: it must not tear what the first one waits for."""
+    """A process that forwards signals sends a second one, which must not interrupt the cleanup of the first."""
     seen = []
 
     def work() -> None:

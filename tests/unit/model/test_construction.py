@@ -42,7 +42,7 @@ def plain(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 def check_as_plain(factory: Callable[[], nn.Module], made: nn.Module) -> None:
-    """Equal where two plain constructions are equal, else of their mean and spread within the sampling error."""
+    """Check ``made`` against plain constructions: equal if two of them are, otherwise with their mean and deviation."""
     first, second = plain(factory, 11), plain(factory, 12)
     assert list(tensors(made)) == list(tensors(first))
     for name, tensor in tensors(made).items():

@@ -14,7 +14,7 @@ import pytest
 from parallax.run.processes import forkserver
 from parallax.run.processes.forkserver import ForkServer, ServerLost
 
-# Whoever asks for a device, or starts a thread, cannot be forked any more.
+# A process that has asked for a device, or started a thread, cannot be forked any more.
 WARMS_UP = """
 import os, sys
 import torch
