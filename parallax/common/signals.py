@@ -129,7 +129,7 @@ def install_early_handlers() -> None:
     Without them, a signal during imports kills the process, which a launcher takes for a failure. The picture shows
     what a signal does in each phase of a start::
 
-        python -m parallax ── imports torch ── meets the other ranks ── watches ── trains
+        python -m parallax ── imports torch ── joins the other ranks ── watches ── trains
           a rank of torchrun   keeps SIGUSR1 and SIGHUP until ────────> all ranks end together, with the exit code
           any other process    ends at once, in one line, with the same code; so does a rank at SIGTERM
 

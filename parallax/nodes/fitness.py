@@ -21,7 +21,7 @@ from parallax.nodes.places import Nodes
 from parallax.nodes.together import all_gather_result
 
 LEAST = "PARALLAX_LEAST_HOSTS"  # variable: the least number of hosts of an elastic run
-AT_HEAD = "PARALLAX_AT_HEAD"  # variable: "1" on the host where all ranks meet
+AT_HEAD = "PARALLAX_AT_HEAD"  # variable: "1" on the host where all ranks join
 
 _Found = TypeVar("_Found")
 

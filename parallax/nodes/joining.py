@@ -30,7 +30,7 @@ _LATE_SECONDS = 5.0  # seconds by which torch may exceed its own limit
 def start_processes(file: str | None = None) -> None:
     """Initialise the default process group over gloo. With CUDA devices, gloo stages tensors through the host.
 
-    If all ranks are on one host, they meet at ``file``. Otherwise they meet at torchrun's address, separate from ranks
+    If all ranks are on one host, they join at ``file``. Otherwise they join at torchrun's address, separate from ranks
     of an earlier start (:mod:`parallax.nodes.meeting`). Gloo then uses the network interface on the route to that
     address, unless the user names another interface. By default gloo would look up this host's name, which often means
     loopback.

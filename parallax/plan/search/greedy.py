@@ -41,7 +41,7 @@ MOVES = 12  # most devices moved between pipeline ranks of a candidate
 
 @dataclass(frozen=True, slots=True)
 class _PipelineRankPlace:
-    """One pipeline rank: the blocks of each of its stages, and the directives that the greedy rule chose for them."""
+    """One pipeline rank: the blocks of each of its stages, and which of them the greedy rule recomputes or offloads."""
 
     parts: tuple[Part, ...]
     fitted: GreedyStage
