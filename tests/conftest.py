@@ -39,9 +39,9 @@ _cases: Counter[str] = Counter()  # collected, by test
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--part N``: of long tests every N-th; from which on, ``--seed`` says: the time of the last commit, unless it is
-    given. N seeds in a row run all."""
+    given. N seeds in a row run all. Examples of properties are drawn with the same seed."""
     parser.addoption("--part", type=int, default=1, metavar="N", help="of long tests, every N-th")
-    parser.addoption("--seed", type=int, metavar="N", help="which of them (default: by commit)")
+    parser.addoption("--seed", type=int, metavar="N", help="which of them, and which examples")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,15 +51,15 @@ def pytest_configure(config: pytest.Config) -> None:
             ["git", "log", "-1", "--format=%ct"], capture_output=True, text=True, check=False
         )
         config.option.seed = int(reported.stdout.strip() or 0)
+    hypothesis.core.global_force_seed = config.option.seed
 
 
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    if (part := config.option.part) > 1:
-        terminalreporter.write_line(
-            f"a part of the long tests: --part {part} --seed {config.option.seed}"
-        )
+    part, seed = config.option.part, config.option.seed
+    whole = "" if part == 1 else f"a part of the long tests: --part {part} "
+    terminalreporter.write_line(f"{whole}--seed {seed}")
 
 
 @pytest.hookimpl(trylast=True)  # after the choice by marks
