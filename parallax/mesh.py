@@ -207,12 +207,12 @@ class Mesh:
 
     @property
     def group(self) -> int:
-        """Return the index of this replica's group."""
+        """Return the index of this replica's group; see :attr:`groups`."""
         return 0 if self.asynchronous else self.replica // self.summing
 
     @property
     def member(self) -> int:
-        """Return the index of this replica within its group."""
+        """Return the index of this replica within its group; see :attr:`groups`."""
         return self.replica if self.asynchronous else self.replica % self.summing
 
     @property

@@ -1,4 +1,5 @@
-"""Derive seeds per block, step and row, so that random numbers in one place do not depend on another place."""
+"""Derive a seed for each step and block from the run's seed, so that the random numbers of a block do not depend on how
+many numbers other blocks draw."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ import hashlib
 
 
 def block_seed(seed: int, *where: int) -> int:
-    """Return a 63-bit seed for one place, given as numbers (block, step, rows …).
+    """Return a 63-bit seed for the integers ``where``, such as (step, block).
 
-    Seeds of different places are unrelated.
+    Different integers give unrelated seeds.
     """
     digest = hashlib.blake2b(repr((seed, *where)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

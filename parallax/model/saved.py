@@ -143,9 +143,10 @@ class Selector:
 
 
 def _has_history(tensor: Tensor) -> bool:
-    """Return whether autograd has computed the tensor.
+    """Return whether autograd tracks the tensor.
 
-    A tensor that autograd has not computed is a slice of a batch or data set, whose storage the caller keeps alive.
+    An untracked tensor that covers a small part of its storage is taken for a slice of a batch or data set, whose
+    storage the caller keeps alive.
     """
     return tensor.requires_grad or tensor.grad_fn is not None
 

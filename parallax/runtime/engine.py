@@ -303,7 +303,7 @@ class Engine:
         """End the round of local steps now, for all fragments, so that all replicas of a stage have the same weights.
         All ranks call this method.
 
-        A no-op if they already have.
+        A no-op if all replicas already have the same weights.
         """
         self._rounds.end()
 

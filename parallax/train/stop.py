@@ -60,8 +60,8 @@ class StopReason(Protocol):
         """Return, at a checkpoint, why the run should end with this checkpoint; empty if it should not."""
 
     def summary_entries(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:
-        """Return entries of the summary. ``agreed``: the ranks' agreement about this reason. ``ended``: whether this
-        reason ended the run."""
+        """Return the entries that this reason adds to the run's summary. ``agreed``: the ranks' agreement about this
+        reason. ``ended``: whether this reason ended the run."""
 
 
 class Requested:

@@ -19,7 +19,8 @@ _SLOWER = {"pcie", "nvl", "max", "laptop", "ti"}  # variants whose peak differs 
 
 
 def known_kind(name: str) -> DeviceKind | None:
-    """Return the catalog's entry for the device called ``name``; None if the catalog has no peak for this device."""
+    """Return the catalog's entry for the device called ``name``. None if the catalog lacks the device, or if the device
+    is a variant whose peak operations per second differ from the entry's."""
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
     joined = "".join(re.findall(r"[a-z0-9]+", name.lower()))
     if words & _SLOWER and "a100" not in words:  # an A100 computes as fast in both forms

@@ -370,8 +370,9 @@ class _ForwardRuns:
     ) -> ForwardTrace:
         """Return the trace of one forward over ``rows`` rows, and restore the model's attributes.
 
-        ``change`` maps input sizes to the sizes to use in their place. ``training``: the model's mode; None: training
-        mode, unless the model is recorded for evaluation only.
+        ``traced``: the paths of the modules that are traced inside. ``change`` maps input sizes to the sizes to use in
+        their place. ``training``: the model's mode; None: training mode, unless the model is recorded for evaluation
+        only.
         """
         training = self._trains if training is None else training
         before = AttributeChange(self._model)

@@ -93,7 +93,8 @@ class _Waves:
     ``pipeline_rank``  the pipeline rank of each action
     ``cell``           for each action, the index of its seconds in a table with an entry for each kind of action
                        (forward, B, W) on each stage: kind · number of stages + stage
-    ``awaited``        the other action that each action waits for; one past the last action if there is none
+    ``awaited``        for each action, the index of the action whose result it needs; the number of actions if it needs
+                       none
     ``links``          two rows of stages: the sender and the receiver of each link
     ``sent``           for each link, 1 if messages are sent along it, and 0 if both stages are on one pipeline rank
     """

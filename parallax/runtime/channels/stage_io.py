@@ -228,8 +228,8 @@ class StageIO:
         return self._rowless[edge]
 
     def _part(self, size: int, share: int | None) -> _Part:
-        """Return this rank's part of a micro-batch of ``size`` rows. Parts are cached by size, since the micro-batches
-        of a step have at most two sizes."""
+        """Return this rank's part of a micro-batch of ``size`` rows. ``share``: see :meth:`begin`. Parts are cached by
+        size and share, since the micro-batches of a step have at most two sizes."""
         if (size, share) not in self._parts_by_size:
             count, replica, plan = self._mesh.replica_count, self._mesh.replica, self._mesh.plan
             start, stop = replica_rows(size, count, replica if share is None else share)

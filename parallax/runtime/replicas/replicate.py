@@ -211,7 +211,7 @@ class StatisticsAverage:
         """No-op: :meth:`run` does all work."""
 
     def ended(self, stage: int) -> None:
-        """No-op: nothing was started."""
+        """No-op: :meth:`arm` starts nothing."""
 
     def run(self) -> None:
         self._norms.average_statistics()
@@ -244,7 +244,7 @@ class SharedSum:
         """No-op: :meth:`run` does all work."""
 
     def ended(self, stage: int) -> None:
-        """No-op: nothing was started."""
+        """No-op: :meth:`arm` starts nothing."""
 
     def run(self) -> None:
         """All-reduce each parameter, in the order of names."""
@@ -261,7 +261,7 @@ class SharedSum:
             dist.all_reduce(parameter.grad, group=group)
 
     def forget(self) -> None:
-        """No-op: nothing is running."""
+        """No-op: :meth:`run` leaves no all-reduce to drop."""
 
 
 class ChainedSync:

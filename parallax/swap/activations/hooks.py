@@ -43,9 +43,9 @@ class _KeptTensor:
 class _MovedTensor:
     """A saved tensor whose storage may be offloaded.
 
-    ``_counter`` is a tensor that shares the version counter of the saved tensor. So a change in place is detected even
-    if the bytes are offloaded or if another view was changed. If the storage was already saved through another tensor,
-    ``_counter`` is an empty tensor; otherwise it is the alias that the record holds.
+    ``_counter`` is a detached tensor that shares the version counter of the saved tensor. So a change in place is
+    detected even if the bytes are offloaded or if another view was changed. ``_counter`` is the ``alias`` of the
+    :class:`Record` or, if the storage was already saved through another tensor, a separate tensor without bytes.
     """
 
     __slots__ = ("_counter", "_entry", "_layout", "_leaf", "_manager", "_version")
