@@ -80,8 +80,8 @@ def measured_rates(model: TimedModel, job: ForwardJob, copies: int = 1) -> Rates
 
 
 def devices_present(config: RunConfig, plan: Plan) -> int:
-    """Return the number of devices of this machine or, for a catalog cluster, the number of devices of that cluster,
-    which is computed from ``plan``, a plan for it."""
+    """Return the number of devices in the configured cluster: this machine, or the catalog cluster for which ``plan``
+    was made."""
     if isinstance(config.cluster, ClusterConfig):
         return choose_devices(config.cluster).count
     return plan.world_size + plan.spare_devices

@@ -96,14 +96,15 @@ class NoRecord:
 
 
 class Trace:
-    """Records the spans (times of actions) of steps as a Chrome trace. The executor measures spans in any case."""
+    """Records the spans (times of actions) of steps as a Chrome trace. The executor measures them in every step, so
+    a trace adds no measurements."""
 
     def __init__(self, steps: tuple[int, int], path: Path) -> None:
         self._count, (self._first, self._last), self._path = 0, steps, path
         self._spans: list[Span] = []
 
     def step(self) -> AbstractContextManager[None]:
-        """Return an empty context, since the executor measures the times of actions anyway."""
+        """Return an empty context, since the executor measures spans in every step."""
         return contextlib.nullcontext()
 
     def add(self, result: StepResult) -> None:

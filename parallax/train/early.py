@@ -58,7 +58,8 @@ class OutOfPatience:
         return int(0 < self._patience <= self._tracked.since_best)
 
     def message(self) -> str:
-        """Return why the run ends: the metric has not improved for too long; empty if it has."""
+        """Return why the run ends: the metric has not improved for ``patience`` evaluations. The text is empty if the
+        run continues."""
         known, best = (
             self._tracked,
             "-" if self._tracked.best is None else f"{self._tracked.best:.4f}",
@@ -86,7 +87,7 @@ class TargetReached:
         return int(self._target is not None and self._tracked.reaches(self._target))
 
     def message(self) -> str:
-        """Return why the run ends: the metric has reached the target; empty if it has not."""
+        """Return why the run ends: the metric has reached the target; empty if the run continues."""
         why = f"{self._tracked.metric} has reached {self._target}: training ends"
         return why if self.stop_requested() else ""
 

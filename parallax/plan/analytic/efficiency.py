@@ -463,7 +463,8 @@ class _Fit:
         return float(huber.sum() + (self.precision * point**2).sum())
 
     def solve(self) -> Efficiency:
-        """Return the best result of one descent from each of :data:`STARTS` whose coefficients are fitted."""
+        """Return the coefficients with the smallest loss that :meth:`descend` reaches. It runs once from each entry of
+        :data:`STARTS` whose coefficients are all among those to fit."""
         starts = [
             np.array([math.log(multiples.get(name, 1.0)) for name in self.names])
             for multiples in STARTS

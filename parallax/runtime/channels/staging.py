@@ -112,7 +112,7 @@ class _InPlace:
         return data, DoneEvent()
 
     def mark_read(self) -> None:
-        """No-op: nothing was copied."""
+        """No-op: :meth:`upload` copies nothing."""
 
 
 class NoStaging:
@@ -132,10 +132,10 @@ class NoStaging:
         post()
 
     def drain(self) -> None:
-        """No-op: nothing is queued."""
+        """No-op: :meth:`send` has called ``post`` on return."""
 
     def close(self) -> None:
-        """No-op: nothing is held."""
+        """No-op: no background thread runs."""
 
 
 class DeviceBuffer:

@@ -197,8 +197,8 @@ class StageOptimizer:
                 set_exchanges(optimizer, False)
 
     def _step_without_gradients(self) -> None:
-        """Run the optimizers' ``step`` without gradients. Their settings select whether it exchanges weights with
-        states, or with other replicas."""
+        """Call ``step`` of the optimizers, which updates no weights here but only exchanges them: with the newest
+        weights after :func:`set_exchanges`, or with other replicas after :func:`set_exchanged`."""
         self._host.finish()
         self._copies.synchronize()  # the host's copies of weights are written next
         self._on_device.step(())

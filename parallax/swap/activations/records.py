@@ -90,7 +90,7 @@ class Batch:
         return self.saved - 1 - record.ordinal
 
     def records_last_first(self) -> Iterator[Record]:
-        """Yield the living records in the order of use."""
+        """Yield the living records in the order of use: the record saved last comes first."""
         for claim in [*reversed(self.claims.values())]:
             entry = claim()
             if entry is not None:

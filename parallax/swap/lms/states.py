@@ -476,7 +476,7 @@ class OptimizerStates:
         return kept
 
     def _offload_excess(self) -> None:
-        """Offload the states that do not fit between steps.
+        """Offload the states that do not fit on the device between two steps.
 
         The states of the last parameters are offloaded first, because the next step begins with the first parameters.
         """
