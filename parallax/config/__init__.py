@@ -491,19 +491,40 @@ def _onto(base: RunConfig, requested: _Requested) -> dict[str, Any]:
     texts in ``base``, because they may come from an untrusted file.
     """
     tree: dict[str, Any] = yaml.safe_load(dump(base))
+    interpolated: list[str] = []
     if requested.chosen:
-        plain, fresh = (
-            dataclasses.replace(requested, values={}, groups=groups).merge()
+        without, options = (
+            dataclasses.replace(requested, values={}, groups=groups)
             for groups in ({}, requested.groups)
         )
-        take_options(tree, list(requested.groups), plain, fresh)
-    known = {
-        path: value for path, value in leaf_values(tree).items() if isinstance(value, int | float)
-    }
-    numbers = {".".join(path): value for path, value in known.items() if "kwargs" not in path}
+        take_options(tree, list(requested.groups), without.merge(), options.merge())
+        interpolated = _interpolated(options, without)
     if requested.values:
-        take_keys(tree, list(requested.values), requested.merge(numbers))
+        take_keys(tree, list(requested.values), requested.merge(_numbers(tree)))
+    if again := [key for key in interpolated if key not in requested.values]:
+        known = {key: number for key, number in _numbers(tree).items() if key not in again}
+        take_keys(tree, again, requested.merge(known))
     return tree
+
+
+def _numbers(tree: dict[str, Any]) -> dict[str, float]:
+    """Return {dotted key: number} for the numbers in ``tree``, except those in kwargs."""
+    return {
+        ".".join(path): value
+        for path, value in leaf_values(tree).items()
+        if isinstance(value, int | float) and "kwargs" not in path
+    }
+
+
+def _interpolated(options: _Requested, without: _Requested) -> list[str]:
+    """Return the dotted keys that the files of ``options`` set to an interpolation ``${...}``, and those of
+    ``without`` do not."""
+    before = leaf_values(without.merge(resolve=False))
+    return [
+        ".".join(path)
+        for path, value in leaf_values(options.merge(resolve=False)).items()
+        if "${" in str(value) and before.get(path) != value
+    ]
 
 
 def _unresolved(merged: DictConfig, error: Exception) -> NoReturn:

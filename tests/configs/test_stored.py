@@ -135,3 +135,16 @@ def test_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         compose([]).seed = 3  # type: ignore[misc]
     assert all(field.kw_only for field in dataclasses.fields(RunConfig))
+
+
+def test_interpolations_of_an_option_refer_to_the_resumed_settings() -> None:
+    """The experiment sets ``trainer.microbatch: ${trainer.global_batch}``; a resume has resolved it with the default
+    batch instead of the run's, so that the command of a run was refused when it was repeated."""
+    typed = ["experiment=frontier", "trainer.global_batch=13"]
+    first = compose(typed)
+    assert first.trainer.microbatch == 13
+    for again in (typed, typed[:1], typed[1:], []):
+        assert compose(again, first) == first
+    assert compose(["experiment=frontier", "trainer.global_batch=5"], first).trainer.microbatch == 5
+    both = compose([*typed, "trainer.microbatch=1"])
+    assert compose([*typed, "trainer.microbatch=1"], both) == both
