@@ -243,6 +243,7 @@ def test_alternatives_side_by_side() -> None:
         schedule="1f1b",
         microbatch=2,
         step_seconds=0.25,
+        rows_per_second=16.0,
         tokens_per_second=4096.4,
         cost_per_step=0.000694,
         cost_per_hour=10.0,
@@ -251,7 +252,12 @@ def test_alternatives_side_by_side() -> None:
     shown = text(what_if_table([fits, no]))
     assert "4 yes 2 × [1, 3] 1f1b 2 250 ms 4,096 0.000694 10" in shown
     assert "1 no" in shown
+    assert "tokens/s" in shown
     assert "cost" not in text(what_if_table([no]))
+    images = replace(fits, tokens_per_second=0.0)
+    for outcomes in ([no], [no, images], [fits, images]):
+        shown = text(what_if_table(outcomes))
+        assert "rows/s" in shown and "tokens/s" not in shown and "4,096" not in shown
 
 
 @pytest.mark.parametrize(

@@ -132,24 +132,26 @@ def _outcome(settings: dict[str, str], config: RunConfig, plan: Plan, cluster: C
 
 
 def what_if_table(outcomes: Sequence[Outcome]) -> Table:
-    """Return a table with a row for each of ``outcomes``. The table has columns for prices if any price is known."""
+    """Return a table with a row for each of ``outcomes``. The table has columns for prices if any price is known.
+    Speeds are in tokens per second if the rows of every plan are tokens."""
     priced = any(outcome.cost_per_hour > 0 for outcome in outcomes)
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for key in outcomes[0].settings:
         table.add_column(key.rpartition(".")[2], justify="right")
-    rows = any(o.rows_per_second and not o.tokens_per_second for o in outcomes)
-    speed = "rows/s" if rows else "tokens/s"
+    planned = [outcome for outcome in outcomes if outcome.fits]
+    tokens = bool(planned) and all(outcome.tokens_per_second for outcome in planned)
+    speed = "tokens/s" if tokens else "rows/s"
     for heading in ("fits", "stages × replicas", "schedule", "micro-batch", "step", speed):
         table.add_column(heading, justify="left" if heading in ("fits", "schedule") else "right")
     for heading in ("cost/step", "cost/hour") if priced else ():
         table.add_column(heading, justify="right")
     for outcome in outcomes:
-        cells = _cells(outcome, priced) if outcome.fits else ["no"]
+        cells = _cells(outcome, tokens=tokens, priced=priced) if outcome.fits else ["no"]
         table.add_row(*outcome.settings.values(), *cells)
     return table
 
 
-def _cells(outcome: Outcome, priced: bool) -> list[str]:
+def _cells(outcome: Outcome, *, tokens: bool, priced: bool) -> list[str]:
     counts = outcome.replicas
     shape = f"{len(counts)} × {counts[0] if len(set(counts)) == 1 else list(counts)}"
     cells = [
@@ -159,7 +161,7 @@ def _cells(outcome: Outcome, priced: bool) -> list[str]:
         str(outcome.microbatch),
         format_seconds(outcome.step_seconds),
     ]
-    cells.append(format_rate(outcome.tokens_per_second or outcome.rows_per_second))
+    cells.append(format_rate(outcome.tokens_per_second if tokens else outcome.rows_per_second))
     return cells + (
         [f"{outcome.cost_per_step:.4g}", f"{outcome.cost_per_hour:.4g}"] if priced else []
     )
