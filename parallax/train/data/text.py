@@ -52,6 +52,8 @@ _AUTO_SHARE, _AUTO_BYTES = (
     0.05,
     2**17,
 )  # held out by default; more would take longer than a hundred steps
+_TABLES = (".parquet", ".pq", ".arrow", ".feather")
+_ARCHIVES = (".gz", ".tgz", ".zip", ".bz2", ".xz", ".zst", ".tar")
 NOT_TEXT_OF_STDLIB = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 )
@@ -187,8 +189,8 @@ def split_text(
         raise DataError(
             f"data.path={printable(config.path)} holds {len(stream):,} {unit} of text: rows of "
             f"{sequence} + 1 {unit} with data.validation={config.validation} need about "
-            f"{math.ceil((sequence + 2) / share):,}; name more text (data.path, data.pattern, "
-            "data.max_bytes) or a shorter sequence"
+            f"{math.ceil((sequence + 2) / share):,}; name more text (data.path, data.pattern, data.max_bytes) or a "
+            f"shorter sequence{f'. {remedy}' if (remedy := _remedy(config)) else ''}"
         )
     fingerprint = f"{digest[:16]}/{training}+{len(stream) - training}/{sequence}"
     one, other = (TokenTable(rows, fingerprint, vocabulary) for rows in parts)
@@ -282,8 +284,9 @@ def _chosen(config: TextDataConfig) -> tuple[list[TextFile], int, list[Any]]:
     if not size:
         raise DataError(
             f"data.path={printable(config.path)}: no text in files that match data.pattern="
-            f"{printable(config.pattern)}; name another folder or pattern (a file with a NUL byte in its "
-            "first 8 KiB is no text)"
+            f"{printable(config.pattern)}; "
+            + (_remedy(config) or "name another folder or pattern")
+            + " (a file with a NUL byte in its first 8 KiB is no text)"
         )
     _check_objects(config.field, files)
     known = [
@@ -295,6 +298,26 @@ def _chosen(config: TextDataConfig) -> tuple[list[TextFile], int, list[Any]]:
     return files, size, known
 
 
+def _remedy(config: TextDataConfig) -> str:
+    """Return what to do with the first table or archive among the files of ``config``; empty if there is none."""
+    root = Path(config.path).expanduser().absolute()
+    for path in _walk(root, frozenset()):
+        if fnmatch.fnmatch(path.name, config.pattern) or path == root:
+            name, shown = path.name.lower(), printable(path.name)
+            if name.endswith(_TABLES):
+                return (
+                    f"{shown} is a table: write its texts as JSON lines, pandas.read_parquet(FILE)[['text']].to_json("
+                    "'texts.jsonl', orient='records', lines=True), and read them with data.field=text "
+                    "data.tokenizer=FOLDER; data=parquet reads columns of numbers"
+                )
+            if name.endswith(_ARCHIVES):
+                return (
+                    f"{shown} is an archive: unpack it (tar xf, gunzip, unzip) and name the folder; data=shards reads "
+                    "samples in tar files"
+                )
+    return ""
+
+
 def _check_objects(field: str, files: list[TextFile]) -> None:
     """Raise :class:`DataError` if ``field`` is empty and a ``.jsonl`` file holds texts in JSON objects, or if ``field``
     is set and a file is not a ``.jsonl`` file."""
@@ -304,7 +327,8 @@ def _check_objects(field: str, files: list[TextFile]) -> None:
             if field:
                 raise DataError(
                     f"{where} is no .jsonl file, of which data.field={printable(field)} is; narrow data.pattern "
-                    "(data.pattern=*.jsonl)"
+                    "(data.pattern=*.jsonl), or convert a table: pandas.read_csv(FILE).to_json('texts.jsonl', "
+                    "orient='records', lines=True)"
                 )
         elif not field:
             with file.path.open("rb") as opened:

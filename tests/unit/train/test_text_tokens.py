@@ -325,6 +325,26 @@ def test_texts_in_json_objects_are_documents(tmp_path: Path) -> None:
     assert len(source(folder, tokenizer, field="text", documents="single", validation=0)) >= 3
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("rows.parquet", "rows.parquet is a table: write its texts as JSON lines"),
+        ("texts.tar.gz", "texts.tar.gz is an archive: unpack it"),
+        ("weights.bin", "name another folder or pattern"),
+    ],
+)
+def test_tables_and_archives_of_text_are_named(tmp_path: Path, name: str, remedy: str) -> None:
+    """They were called no text; beside a README they were left out, and there was too little text."""
+    folder = corpus(tmp_path / "rows")
+    (folder / name).write_bytes(b"\x1f\0")
+    config = TextDataConfig(path=str(folder))
+    with pytest.raises(DataError, match=remedy):
+        config.open(GPTConfig(), 1)
+    corpus(folder, "short")
+    with pytest.raises(DataError, match=remedy if name != "weights.bin" else "shorter sequence$"):
+        config.open(GPTConfig(), 1)
+
+
 def test_json_objects_that_are_no_texts_are_named(tmp_path: Path) -> None:
     tokenizer, folder = save(tmp_path / "tokenizer"), corpus(tmp_path / "texts", '{"text": "a"}\n')
     (place,) = folder.iterdir()
