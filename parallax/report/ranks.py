@@ -22,6 +22,7 @@ FOLDER = "ranks"  # folder in the run directory
 class RankSnapshot:
     """The status of one rank at ``time``, in seconds since 1970 on the clock of its host.
 
+    ``begun``                            when this start of the run began, on the host's monotonic clock, as in spans
     ``ended``                            how the run ended; empty while it runs
     ``doing``                            the current action or phase
     ``step``                             the number of completed steps, of ``steps`` in total
@@ -45,6 +46,7 @@ class RankSnapshot:
     host: str
     time: float
     steps: int
+    begun: float = 0.0
     ended: str = ""
     doing: str = ""
     step: int = 0

@@ -7,6 +7,7 @@ there and into the cache of profiles, so the next plan of the same model on this
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from parallax.plan.profile import ModelProfile
 from parallax.plan.schedule import Kind
 from parallax.plan.simulation.calibrate import calibrate, evident_factors, step_seconds
 from parallax.plan.simulation.predict import predict
+from parallax.report.ranks import load_snapshots
 from parallax.run.job import remember_run_profile
 from parallax.train.nodes import events_path
 from parallax.train.record import MEASURED_EVENTS, WARM_UP
@@ -141,11 +143,18 @@ def drop_contradicted(directory: Path, config: RunConfig, summary: Mapping[str, 
 
 
 def measured_spans(directory: Path, ranks: int) -> list[Span]:
-    """Return the spans (times of actions) of the last steps of a run with ``ranks`` ranks. The first steps of a run are
-    excluded, because they touch memory for the first time and open connections. Without recorded events, return the
-    spans of the typical step that the run wrote at its end."""
-    files = [events_path(directory, rank) for rank in range(ranks)]
-    spans = [span for file in files if file.is_file() for span in _recent(file)]
+    """Return the spans (times of actions) of the last steps of a run with ``ranks`` ranks. Steps before the last resume
+    are excluded, unless there are too few after it, because the time between two starts is no part of a step. The first
+    steps are excluded too, because they touch memory for the first time and open connections. Without recorded events,
+    return the spans of the typical step that the run wrote at its end."""
+    begun = {each.rank: each.begun for each in load_snapshots(directory)}
+    files = [(rank, events_path(directory, rank)) for rank in range(ranks)]
+    spans = [
+        span
+        for rank, file in files
+        if file.is_file()
+        for span in _recent(file, begun.get(rank, math.inf))
+    ]
     typical = directory / MEASURED_EVENTS
     if not spans and typical.is_file():
         return list(read_events(typical))
@@ -179,12 +188,15 @@ def typical_step(spans: Sequence[Span]) -> list[Span]:
     return [span for span in spans if span.step == order[len(order) // 2]] if order else []
 
 
-def _recent(file: Path) -> list[Span]:
+def _recent(file: Path, begun: float) -> list[Span]:
     """Return the spans (times of actions) of the last :data:`RECENT_STEPS` steps in ``file``, which has the events of
-    one rank."""
-    steps: dict[int, list[Span]] = {}
+    one rank: of the steps from ``begun`` on, or of those before if there are too few after it."""
+    before: dict[int, list[Span]] = {}
+    after: dict[int, list[Span]] = {}
     for span in read_events(file):
+        steps = after if span.start >= begun else before
         steps.setdefault(span.step, []).append(span)
         if len(steps) > RECENT_STEPS:
             del steps[next(iter(steps))]
-    return [span for found in steps.values() for span in found]
+    found = after if len(after) > WARM_UP or not before else before
+    return [span for spans in found.values() for span in spans]

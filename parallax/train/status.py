@@ -72,6 +72,7 @@ class RankStatusFile:
             replica=place.replica,
             host=node_name(),
             time=time.time(),
+            begun=time.monotonic(),
             steps=steps,
             host_budget_bytes=_host_bytes() // ranks_here,
         )

@@ -14,6 +14,7 @@ from parallax.common.files import cache_directory
 from parallax.config import compose
 from parallax.model.describe import describe
 from parallax.model.factory.gpt import GPTConfig
+from parallax.report.ranks import RankSnapshot
 from parallax.run import feedback
 from parallax.run.feedback import (
     RECENT_STEPS,
@@ -61,6 +62,25 @@ def test_only_the_end_of_a_long_run_is_compared(tmp_path: Path) -> None:
     )
     found = {span.step for span in measured_spans(tmp_path, ranks=1)}
     assert found == set(range(50 + WARM_UP, steps))
+
+
+def test_the_time_between_two_starts_is_no_part_of_a_step(tmp_path: Path) -> None:
+    """`parallax why` of a run that was resumed once told that evaluation took 96% of the time."""
+    file = tmp_path / "events-rank0.jsonl"
+    killed = [span for number in range(8) for span in step(number)]
+    later = [
+        span._replace(start=span.start + 1000, end=span.end + 1000)
+        for number in range(6, 12)
+        for span in step(number)
+    ]
+    place: dict[str, Any] = {"rank": 0, "ranks": 1, "stage": 0, "replica": 0, "host": "here"}
+    RankSnapshot(**place, time=0.0, steps=12, begun=1000.0).save(tmp_path)
+    write(file, killed)
+    assert {span.step for span in measured_spans(tmp_path, ranks=1)} == {2, 3, 4, 5, 6, 7}
+    write(file, later[: 2 * WARM_UP])
+    assert {span.step for span in measured_spans(tmp_path, ranks=1)} == {2, 3, 4, 5, 6, 7}
+    write(file, later[2 * WARM_UP :])
+    assert measured_spans(tmp_path, ranks=1) == later[2 * WARM_UP :]
 
 
 def test_a_run_that_kept_no_events_has_its_typical_step(tmp_path: Path) -> None:
