@@ -290,7 +290,8 @@ def print_report(report: Report, console: Console) -> None:
     rows += [(limit.name, f"{format_bytes(limit.limit_bytes)} in force") for limit in report.limits]
     _print_rows(console, "memory", rows)
     if report.probes:
-        _print_rows(console, "bandwidths", _bandwidths(report.probes))
+        apart = any(device["kind"] != "cpu" for device in report.devices)
+        _print_rows(console, "bandwidths", _bandwidths(report.probes, apart=apart))
     _print_rows(console, "versions", list(report.versions.items()))
     console.print("problems to expect", style="bold")
     for finding in report.findings:
@@ -307,14 +308,18 @@ def _device_memory(device: dict[str, str | int]) -> str:
     return f"{free} free of {format_bytes(int(device['total_bytes']))}"
 
 
-def _bandwidths(probes: Probes) -> list[tuple[str, str]]:
+def _bandwidths(probes: Probes, *, apart: bool) -> list[tuple[str, str]]:
+    """Return the name and the text of each bandwidth. ``apart``: whether devices have memory of their own."""
     rates = {
         "memory copy": probes.copy,
         "disk write (page cache)": probes.disk_write,
         "disk write (with fsync)": probes.disk_write_synced,
         "disk read (page cache)": probes.disk_read,
-        "device to host": probes.host_write,
-        "host to device": probes.host_read,
+        **(
+            {"device to host": probes.host_write, "host to device": probes.host_read}
+            if apart
+            else {}
+        ),
         "between ranks": probes.local,
     }
     rows = [(name, f"{format_bytes(rate)}/s") for name, rate in rates.items()]

@@ -53,6 +53,8 @@ def test_tables_for_people() -> None:
     ):
         assert part in text
     assert text.count("remedy:") == len(report.findings)
+    kinds = {device["kind"] for device in report.devices}
+    assert ("device to host" in text) == (kinds != {"cpu"})
 
 
 def test_a_place_where_runs_cannot_be_stored_is_pointed_out() -> None:
