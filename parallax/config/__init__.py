@@ -332,13 +332,18 @@ def elsewhere(key: str, accepted: Collection[str] = ()) -> str:
     """Return a hint for the unknown key ``key``, or "" if there is none.
 
     A hint is found for a key without its group, such as ``steps=80``; a key in the wrong group, such as ``trainer.lr``;
-    a key of another trainer, such as ``batch_size=8``; and an argument of the user's factory. ``accepted``: the keys of
-    the group to which ``key`` belongs.
+    a key of another option, such as ``model.target`` of model=custom; a key of another trainer, such as
+    ``batch_size=8``; and an argument of the user's factory. ``accepted``: the keys of the group to which ``key``
+    belongs.
     """
     group, _, leaf = key.rpartition(".")
     groups = field_types(RunConfig)
     if group and group not in groups:
         return ""  # the group's name is wrong, not the key
+    having = [defaults(kind)["name"] for kind in _kinds(group) if leaf in field_types(kind)]
+    if accepted and "kwargs" not in accepted and having:
+        options = " or ".join(f"{group}={name}" for name in having)
+        return f"; add {options}, which ha{'s' if len(having) == 1 else 've'} it"
     usual, others = (
         [
             f"{home}.{leaf}"

@@ -89,7 +89,9 @@ class LossConfig:
     def __post_init__(self) -> None:
         check_choice("loss.name", self.name, list(LOSSES))
         if self.target and self.name != CUSTOM:
-            raise ConfigError(f"loss.target={self.target}: only loss=custom has a target")
+            raise ConfigError(
+                f"loss.target={self.target}: only loss=custom has a target; add loss=custom"
+            )
         if self.kwargs and self.name == MODEL:
             raise ConfigError(
                 f"loss.kwargs={self.kwargs}: loss=model has no options; choose a loss, for example loss=cross_entropy"

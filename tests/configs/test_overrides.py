@@ -288,6 +288,17 @@ def test_an_option_does_not_accept_the_keys_of_another() -> None:
     )
 
 
+def test_the_options_that_have_a_key_are_named() -> None:
+    """The hint for ``model.target=m:f`` without ``model=custom`` was loss.target."""
+    for typed, options in (
+        ("model.target=m:f", "model=custom, which has it"),
+        ("optimizer.target=m:C", "optimizer=custom, which has it"),
+        ("data.seconds=2", "data=audio, which has it"),
+        ("optimizer.momentum=0.9", "optimizer=muon or optimizer=sgd, which have it"),
+    ):
+        assert error_of(typed).endswith(f"; add {options}")
+
+
 def test_an_argument_of_the_users_factory_is_found() -> None:
     assert error_of("model=custom", "model.depth=6").endswith(
         "(did you mean 'model.kwargs.depth'?)"

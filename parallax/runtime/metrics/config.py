@@ -102,7 +102,10 @@ class MetricConfig:
             )
         name, target, kwargs = given["name"], given.get("target", ""), given.get("kwargs", {})
         if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]{0,40}", name):
-            raise ConfigError(f"{where}: a name has letters a to z, digits and '_'")
+            raise ConfigError(
+                f"{where}: a name has letters a to z, digits and '_'; a class of your own is {{name: NAME, target: "
+                "package.module:Class}"
+            )
         if name in _RESERVED:
             raise ConfigError(f"{where}: {name} is another number of metrics.jsonl")
         if not isinstance(target, str) or not isinstance(kwargs, Mapping):
