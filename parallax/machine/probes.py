@@ -323,8 +323,8 @@ ALONE = HostSpeeds()
 def measure_together(count: int, threads: int, *, fresh: bool = False) -> HostSpeeds:
     """Return the speeds of 1 to ``count`` concurrent processes of ``threads`` threads each.
 
-    At most :data:`TOGETHER` processes are measured, once, in six seconds for two of them; later calls for as many or
-    fewer read the result from the cache, unless ``fresh`` is True.
+    At most :data:`TOGETHER` processes are measured, once, in about ten seconds for two of them and twenty for four on
+    two cores; later calls for as many or fewer read the result from the cache, unless ``fresh`` is True.
     """
     count = min(count, TOGETHER)
     for measured in () if fresh else range(count, TOGETHER + 1):
@@ -369,8 +369,10 @@ def compute_together(count: int, threads: int) -> tuple[list[float], list[float]
     CPU time does not advance while another program has the core, so other programs hardly affect it. Sharing memory and
     caches with other ranks increases it. Each value is the median of several turns, except the CPU seconds of a single
     process, which are the minimum. An all-reduce begins when the last process arrives, so its time is the shortest that
-    any process measured.
+    any process measured. Only the numbers of :func:`measured_counts` are measured. The entries of all others are
+    interpolated.
     """
+    counts = measured_counts(count)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="parallax-probe-")))
         workers = [
@@ -379,11 +381,11 @@ def compute_together(count: int, threads: int) -> tuple[list[float], list[float]
         ]
         for worker in workers:
             _answer(worker)
-        turns: list[list[float]] = [[] for _ in workers]
-        sums: list[list[float]] = [[] for _ in workers]
-        reductions: list[list[float]] = [[] for _ in workers]
+        turns: list[list[float]] = [[] for _ in counts]
+        sums: list[list[float]] = [[] for _ in counts]
+        reductions: list[list[float]] = [[] for _ in counts]
         for _ in range(TURNS):
-            for computing, (taken, summed, reduced) in enumerate(zip(turns, sums, reductions), 1):
+            for computing, taken, summed, reduced in zip(counts, turns, sums, reductions):
                 for worker in workers[:computing]:
                     _request(worker, computing)
                 answers = [
@@ -397,7 +399,21 @@ def compute_together(count: int, threads: int) -> tuple[list[float], list[float]
     summing, reducing = (
         [statistics.median(each) for each in found] for found in (sums, reductions)
     )
-    return seconds, summing, reducing
+
+    def all_counts(found: list[float]) -> list[float]:
+        return [float(each) for each in np.interp(range(1, count + 1), counts, found)]
+
+    return all_counts(seconds), all_counts(summing), all_counts(reducing)
+
+
+def measured_counts(count: int) -> list[int]:
+    """Return the numbers of concurrent processes that are measured: the powers of two below ``count``, and ``count``,
+    since each number takes seconds, and more than the one before it.
+
+    >>> measured_counts(1), measured_counts(6)
+    ([1], [1, 2, 4, 6])
+    """
+    return [*(1 << n for n in range((count - 1).bit_length())), count]
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from parallax.machine.local import (
     offload_tier,
     processes_of,
 )
+from parallax.machine.probes import TOGETHER
 from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.cache import profile_path, store_cached
@@ -155,7 +156,7 @@ def plan_model(
         scratch=scratch,
         progress=progress,
     )
-    progress("measuring the machine")
+    progress(f"measuring the machine{_measured_once(choice)}")
     found = present or measured_cluster(cluster, choice, swap, scratch)
     progress(f"searching plans for {plural(len(found.devices), 'device')}")
     profile, groups = _stepped(profile, chain, optimizer, choice, task, averages, replicas, updates)
@@ -166,6 +167,13 @@ def plan_model(
     unused = _unused(len(found.devices) if present else _given(cluster, plan), used)
     remarks = filter(None, (unused, _processes(choice, best, present)))
     return Planned(best, forecast, profile, found.first(best.world_size), tuple(remarks), groups)
+
+
+def _measured_once(choice: DeviceChoice) -> str:
+    """Return what takes longest in measuring the machine for the first time, as text for the progress."""
+    if choice.kind != "cpu" or choice.count == 1:
+        return ""
+    return f": up to {min(choice.count, TOGETHER)} processes at once; it is kept for later plans"
 
 
 def _processes(choice: DeviceChoice, plan: Plan, present: Cluster | None) -> str:

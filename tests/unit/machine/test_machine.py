@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import mmap
@@ -338,6 +339,26 @@ def test_processes_that_compute_together_are_timed_and_leave_nothing(
     found = compute_together(2, 1)
     assert [len(each) for each in found] == [2, 2, 2]
     assert all(0 < seconds < 60 for each in found for seconds in each)
+
+
+def test_numbers_of_processes_between_powers_of_two_are_interpolated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each number from 1 to 4 was measured, in up to a minute on two cores."""
+    requests: list[tuple[int, int]] = []
+
+    def answer(worker: int) -> str:
+        computing = requests[-1][1] if requests else 0
+        return f"{1 + computing / 8} 0.1 0.1 {computing * module.REDUCED_BYTES}"
+
+    monkeypatch.setattr(module, "_worker", lambda rank, *_: contextlib.nullcontext(rank))
+    monkeypatch.setattr(module, "_request", lambda *request: requests.append(request))
+    monkeypatch.setattr(module, "_answer", answer)
+    seconds, sums, reductions = compute_together(6, 1)
+    assert seconds == pytest.approx([1 + count / 8 for count in range(1, 7)])
+    assert sums == pytest.approx([0.1] * 6)
+    assert reductions == pytest.approx([1, 2, 3, 4, 5, 6])
+    assert [count for rank, count in requests if rank == 0] == [1, 2, 4, 6] * module.TURNS
 
 
 def test_a_process_that_cannot_compute_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
