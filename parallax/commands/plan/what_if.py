@@ -133,10 +133,12 @@ def _outcome(settings: dict[str, str], config: RunConfig, plan: Plan, cluster: C
 
 def what_if_table(outcomes: Sequence[Outcome]) -> Table:
     """Return a table with a row for each of ``outcomes``. The table has columns for prices if any price is known.
-    Speeds are in tokens per second if the rows of every plan are tokens."""
+    Settings with one value have no column. Speeds are in tokens per second if the rows of every plan are tokens."""
     priced = any(outcome.cost_per_hour > 0 for outcome in outcomes)
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    for key in outcomes[0].settings:
+    keys = list(outcomes[0].settings)
+    keys = [key for key in keys if len({o.settings[key] for o in outcomes}) > 1] or keys
+    for key in keys:
         table.add_column(key.rpartition(".")[2], justify="right")
     planned = [outcome for outcome in outcomes if outcome.fits]
     tokens = bool(planned) and all(outcome.tokens_per_second for outcome in planned)
@@ -147,7 +149,7 @@ def what_if_table(outcomes: Sequence[Outcome]) -> Table:
         table.add_column(heading, justify="right")
     for outcome in outcomes:
         cells = _cells(outcome, tokens=tokens, priced=priced) if outcome.fits else ["no"]
-        table.add_row(*outcome.settings.values(), *cells)
+        table.add_row(*(outcome.settings[key] for key in keys), *cells)
     return table
 
 
