@@ -14,6 +14,7 @@
 #               that they continue from its last checkpoint
 #   PYTHON      interpreter that has Parallax (default: the checkout's .venv, otherwise python3)
 #   OMP_NUM_THREADS   threads of each rank (default: the cores divided among them)
+#   GLIBC_TUNABLES    malloc of CPU ranks, see docs/clusters.md
 #
 # Ranks rendezvous at files in a private folder: no port is opened. SIGTERM, SIGINT and SIGHUP go to torchrun, which
 # stops every rank; the exit code is torchrun's.

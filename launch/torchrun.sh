@@ -20,6 +20,7 @@
 #   JOIN        seconds within which all hosts must join (default: 300)
 #   PYTHON      interpreter that has Parallax (default: the checkout's .venv, otherwise python3)
 #   OMP_NUM_THREADS   threads of each rank (default: the cores divided among them)
+#   GLIBC_TUNABLES    malloc of CPU ranks, see docs/clusters.md
 #   GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME   the network card to use, if a host has several
 #
 # SIGTERM, SIGINT and SIGHUP go to this host's torchrun. All ranks save, and the run ends on all hosts (an elastic run
