@@ -77,7 +77,9 @@ def _outcome(summary: Mapping[str, Any]) -> str:
         _cell(summary.get(key), "{:.4f}")
         for key in ("loss_first", "loss_last", "validation_loss", "unigram_entropy")
     )
-    baseline = f" (unigram entropy {entropy})" if summary.get("unigram_entropy") else ""
+    baseline = (
+        f" (token frequencies alone give {entropy})" if summary.get("unigram_entropy") else ""
+    )
     steps, now = summary.get("steps"), summary.get("steps_of_start")
     since = f" ({now} since it resumed)" if steps and now and now < steps else ""
     ended = _ENDS.get(str(summary.get("ended")), "")

@@ -250,7 +250,7 @@ def test_summary_table_has_prediction_beside_measurement() -> None:
     console.print(summary_table(summary))
     text = " ".join(console.export_text().split())
     assert (
-        "60 steps: loss 5.5000 to 2.2500, validation - (unigram entropy 3.2400), 12,346 tokens/s"
+        "60 steps: loss 5.5000 to 2.2500, validation - (token frequencies alone give 3.2400), 12,346 tokens/s"
         in text
     )
     resumed = summary | {"steps_of_start": 20}
