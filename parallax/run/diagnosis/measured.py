@@ -19,7 +19,7 @@ from parallax.train.record import WARM_UP
 from parallax.train.repeats import numbers_of
 
 COMPUTE, BUBBLE, STALL = "computing", "waiting for other ranks (bubble)", "waiting for swapped data"
-REDUCE, UPDATE = "summing gradients over ranks", "optimizer step, and agreeing on it"
+REDUCE, UPDATE = "gradients: sums over ranks, norm", "optimizer step, and agreeing on it"
 INPUT, CHECKPOINT, OTHER = "waiting for rows", "checkpoints", "between steps: reports, evaluation"
 TERMS = (COMPUTE, BUBBLE, STALL, REDUCE, UPDATE, INPUT, CHECKPOINT, OTHER)
 UNPLANNED = (INPUT, CHECKPOINT, OTHER)  # terms that no plan predicts
