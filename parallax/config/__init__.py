@@ -130,7 +130,6 @@ class RunConfig:
             self.ema.check(self.trainer.steps)
         self.replicas.check_beside(
             gather_loss=self.trainer.gather_loss,
-            averages=self.ema.averages,
             delays=self.trainer.updates == Updates.DELAYED,
             scales=self.precision.scales,
         )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from parallax.common.events import Span
@@ -20,6 +21,7 @@ from parallax.errors import ConfigError, NonFiniteError
 from parallax.mesh import Mesh
 from parallax.runtime.batch import Rows
 from parallax.runtime.meters.step import StepResult
+from parallax.runtime.optim.ema import Averages
 from parallax.runtime.optim.optimizer import StageOptimizer
 from parallax.runtime.optim.scaling import LossScale
 from parallax.runtime.replicas.asynchronous import (
@@ -88,6 +90,8 @@ class AsynchronousSteps:
     """Runs the steps of one rank of asynchronous replicas.
 
     ``update``        makes the updates of the rank's stage, if the rank is an owner
+    ``scale``         the loss scale, which is equal on all ranks whenever all ranks join
+    ``averages``      the counts of the averaged weights, likewise
     ``peak_bytes()``  returns the peak of the rank's device memory
     ``staleness``     for each staleness, the number of gradients of all stages that had it. The staleness of a gradient
                       is the number of updates between its weights and the update that used it.
@@ -101,6 +105,7 @@ class AsynchronousSteps:
         optimizer: StageOptimizer,
         update: Update,
         scale: LossScale,
+        averages: Averages,
         peak_bytes: Callable[[], int],
     ) -> None:
         if mesh.asynchronous and scale.skips and stage.norms.statistics_differ:
@@ -108,7 +113,8 @@ class AsynchronousSteps:
                 "trainer.nonfinite=skip: asynchronous replicas keep the running statistics of BatchNorms of a skipped "
                 "update; use replicas.batchnorm=frozen, or trainer.nonfinite=stop"
             )
-        self._mesh, self._optimizer, self._update, self._scale = mesh, optimizer, update, scale
+        self._mesh, self._optimizer, self._update = mesh, optimizer, update
+        self._scale, self._averages = scale, averages
         self._peak_bytes = peak_bytes
         tensors = dict.fromkeys(stage.named_tensors().values())
         self._parameters = [p for p in tensors if isinstance(p, nn.Parameter) and p.requires_grad]
@@ -159,15 +165,26 @@ class AsynchronousSteps:
                 raise NonFiniteError(f"step {start + index}: {each.refusal}: {each.trouble}")
         return done
 
+    def broadcast_weights(self) -> None:
+        """Set the weights of all replicas to those of the owner. All ranks call this method, between two intervals."""
+        self._optimizer.finish()
+        for parameter in self._parameters:
+            weights = parameter.detach().to("cpu", copy=True).contiguous()
+            dist.broadcast(weights, group=self._mesh.outer_host, group_src=0)
+            if not self._mesh.owns_state:
+                with torch.no_grad():
+                    parameter.copy_(weights)
+
     def _meet(self) -> list[UpdateFigures]:
         """Exchange the figures of all ranks, and count the staleness. Return the figures of the updates."""
         counts = Counter(use.staleness for use in self.uses)
-        mine = self._done, self._scale.state(), [*counts.items()]
+        mine = self._done, self._scale.state(), self._averages.state(), [*counts.items()]
         found = self._mesh.all_gather_object(mine)
-        done, scale, _ = found[self._mesh.plan.ranks(0)[0]]
+        done, scale, averages, _ = found[self._mesh.plan.ranks(0)[0]]
         if not self._mesh.owns_state:
             self._scale.load_state(scale)
-        for _, _, pairs in found:
+            self._averages.load_state(averages)
+        for *_, pairs in found:
             for staleness, count in pairs:
                 self.staleness[staleness] = self.staleness.get(staleness, 0) + count
         return list(done)

@@ -112,7 +112,9 @@ class Engine:
         self._scale = LossScale(configs.stage.precision, configs.nonfinite_skips)
         kept = self._stage, self._optimizer, self._scale, self._averages
         self.saving = Saving(chain, plan, mesh, *kept, later, copies)
-        self._rounds = Rounds(configs.replicas, self._optimizer.exchange_fragments, norms)
+        self._rounds = Rounds(
+            configs.replicas, self._optimizer.exchange_fragments, norms, averages=averages
+        )
         self._evaluation = Evaluation(loss, chain, configs.stage.precision, self.metrics)
         self._update = self._open_update(configs, builder, later)
         self._buffers = KeptBuffers(self._stage.modules())
@@ -147,7 +149,7 @@ class Engine:
         )
 
     def _open_shares(self) -> AsynchronousSteps:
-        parts = self._stage, self._optimizer, self._update, self._scale
+        parts = self._stage, self._optimizer, self._update, self._scale, self._averages
         return AsynchronousSteps(self.mesh, *parts, self._forward.peak_bytes)
 
     def _stalls(self) -> Callable[[], float]:
@@ -214,7 +216,6 @@ class Engine:
         replicas.check(plan, drops=nonfinite_skips > 0)
         replicas.check_beside(
             gather_loss=plan.gather_loss,
-            averages=ema.averages,
             delays=plan.updates.delays,
             scales=precision is not None and precision.scales,
         )
@@ -300,8 +301,8 @@ class Engine:
         return self._mean.sent_bytes + (self._shares.sent_bytes if self._shares else 0)
 
     def end_round(self) -> None:
-        """End the round of local steps now, for all fragments, so that all replicas of a stage have the same weights.
-        All ranks call this method.
+        """End the round of local steps now, for all fragments, so that all replicas of a stage have the same weights
+        and averaged weights. All ranks call this method.
 
         A no-op if all replicas already have the same weights.
         """
@@ -498,9 +499,13 @@ class Engine:
         trained weights, all ranks would have to communicate, but only the failed rank leaves the context.
         """
         self._check_trained()
-        exchange = self._optimizer.exchange_averages
-        with self._exchanging(exchange) if self._averages.updates else self.newest():
+        with self._exchanging(self._exchange_averages) if self._averages.updates else self.newest():
             yield
+
+    def _exchange_averages(self) -> None:
+        self._optimizer.exchange_averages()
+        if self._shares is not None:  # only the owner has averages
+            self._shares.broadcast_weights()
 
     @contextlib.contextmanager
     def newest(self) -> Iterator[None]:
@@ -521,6 +526,7 @@ class Engine:
     @contextlib.contextmanager
     def _exchanging(self, exchange: Callable[[], None]) -> Iterator[None]:
         self._check_settled("exchanging weights")
+        self._rounds.end()  # averaged weights differ after a round, too
         exchange()
         self._exchanged, failed = True, True
         try:
@@ -564,6 +570,7 @@ class Engine:
         """
         self._check_trained()
         self._check_settled("saving")
+        self._rounds.end()
         return self.saving.save(directory, self._step, {"state": state}, retention)
 
     def load(self, directory: Path) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from parallax.runtime.weights import (
     open_checkpoint,
     saved_tensors,
 )
+from parallax.swap.optimizer.averaging import AVERAGE
 from parallax.swap.optimizer.buckets import MASTER
 from parallax.swap.optimizer.outer import OUTER_STATES
 
@@ -310,7 +311,7 @@ class Saving:
         marks: dict[str, int] = {}
         first, member, group = self._mesh.replica == 0, self._mesh.member, self._mesh.group
         suffix = f"{OF_GROUP}{group}" if group else ""
-        equal = (MASTER, *OUTER_STATES) if group else ()
+        equal = (MASTER, AVERAGE, *OUTER_STATES) if group else ()
         for name, tensor, value in self._stage.values():
             if name in self._later:
                 continue

@@ -179,15 +179,14 @@ class Update:
             return nonfinite.find(self._mesh, batch, announced.losses, parts)
 
         self.verdict = nonfinite.judge(self._scale, self.loss, self.norm, find)
+        share = 0.0
         if self.verdict.accepted:
-            norms, share = (
-                torch.tensor(self._norms, dtype=self._dtype),
-                self._averages.share(step + 1),
-            )
+            norms = torch.tensor(self._norms, dtype=self._dtype)
+            share = self._averages.share(step + 1)
             self._optimizer.step(norms, rates, divisor, average=share)
         else:
             self._optimizer.skip()
-        self._rounds.stepped(step)
+        self._rounds.stepped(step, share)
 
 
 def agreed_sum(mesh: Mesh, *values: float) -> list[float]:

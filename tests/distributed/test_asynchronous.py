@@ -22,6 +22,8 @@ from parallax.runtime.asynchronous import Interval
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.checkpoint import list_checkpoints
 from parallax.runtime.optim.config import OptimizerConfig
+from parallax.runtime.optim.ema import Averages
+from parallax.runtime.optim.emas.on import EmaOn
 from parallax.runtime.optim.kinds.adamw import AdamWConfig
 from parallax.runtime.optim.kinds.sgd import SGDConfig
 from parallax.runtime.replicas.asynchronous import Use
@@ -37,6 +39,7 @@ from tests.distributed.test_engine import (
     Case,
     Outcome,
     Weights,
+    check_near,
     compare,
     gpt,
     make_batch,
@@ -110,10 +113,15 @@ def asynchronously(case: Case, late: Path | None = None) -> Trained:
             else []
         )
         weights = {name: tensor.detach().clone() for name, tensor in engine.parameters.items()}
+        with engine.averaged():
+            averages = {name: tensor.detach().clone() for name, tensor in engine.parameters.items()}
+        for name, tensor in engine.parameters.items():
+            assert torch.equal(tensor, weights[name])
         states = engine.tier_bytes()["the optimizer's states"]
         stage, staleness = engine.mesh.pipeline_rank, engine.staleness
         engine.close()
-    outcome = Outcome([r.loss for r in results], [r.gradient_norm for r in results], weights)
+    figures = [r.loss for r in results], [r.gradient_norm for r in results]
+    outcome = Outcome(*figures, weights, averages=averages)
     return Trained(outcome, uses, staleness, stage, states)
 
 
@@ -135,7 +143,8 @@ def replayed(case: Case, found: Sequence[Trained], replicas: int) -> Outcome:
         ],
     )
     versions: list[Weights] = []
-    outcome = Outcome([], [], tensors)
+    outcome = Outcome([], [], tensors, averages=dict(tensors))
+    averages = Averages(case.ema)
     for update, batch in enumerate(case.batches()):
         versions.append({name: p.detach().clone() for name, p in trained.items()})
         sums: dict[str, Tensor] = {}
@@ -169,6 +178,9 @@ def replayed(case: Case, found: Sequence[Trained], replicas: int) -> Outcome:
         for group in optimizer.param_groups:
             group["lr"] = case.optimizer.lr * SCHEDULE.factor(update, STEPS)
         optimizer.step()
+        share = averages.share(update + 1)
+        for name, p in trained.items() if share else ():
+            outcome.averages[name] = torch.lerp(outcome.averages[name].detach(), p.detach(), share)
     return outcome
 
 
@@ -185,7 +197,10 @@ def check(found: Sequence[Trained], case: Case, replicas: int) -> None:
         assert sum(each.staleness.values()) == len(stages) * STEPS_HERE * replicas
         assert max(each.staleness) <= case.together.staleness
         assert (each.state_bytes > 0) == bool(each.uses)
-    compare([each.outcome for each in found], replayed(case, found, replicas), 1e-9)
+    expected = replayed(case, found, replicas)
+    compare([each.outcome for each in found], expected, 1e-9)
+    for each in found:
+        check_near(each.outcome.averages, expected.averages, 1e-9)
 
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -222,6 +237,22 @@ def test_models_and_optimizers(
 ) -> None:
     case = replace(CASE, factory=factory, optimizer=optimizer).under((2,))
     check(pool.run(asynchronously, 2, case), case, 2)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("plan", ["three replicas", "stages", "states on disk"])
+@pytest.mark.parametrize("factory", [gpt(tied=False), with_unused], ids=["gpt", "unused"])
+def test_all_replicas_have_the_averages_of_the_owner(
+    pool: Pool, plan: str, factory: Callable[[], nn.Module]
+) -> None:
+    case = replace(CASE, factory=factory, ema=EmaOn(decay=0.8)).under(**PLANS[plan])
+    found = pool.run(asynchronously, case.world, case)
+    check(found, case, PLANS[plan]["replicas"][0])
+    for each in found:
+        changed = [
+            n for n, t in each.outcome.averages.items() if not t.equal(each.outcome.weights[n])
+        ]
+        assert changed
 
 
 @pytest.mark.sampled
@@ -444,9 +475,9 @@ def test_statistics_of_batches_are_averaged_at_meetings(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
-        ({"staleness": 2}, "add replicas.mode=asynchronous"),
+        ({"staleness": 2}, "use replicas=asynchronous"),
         ({"mode": "asynchronous", "staleness": -1}, "replicas.staleness"),
-        ({"mode": "asynchronous", "staleness": 1, "sync_every": 10}, "replicas.mode=local"),
+        ({"mode": "asynchronous", "staleness": 1, "sync_every": 10}, "replicas=local"),
         ({"mode": "asynchronous", "staleness": 1, "compress": "bf16"}, "replicas.compress=none"),
         ({"mode": "asynchronous", "staleness": 1, "batchnorm": "sync"}, "batchnorm=replica"),
     ],
@@ -465,12 +496,11 @@ def test_plans_and_settings_that_cannot_run_are_refused() -> None:
         with pytest.raises(ConfigError, match=way_out):
             FOUR.check_requested(config)
     for setting, way_out in (
-        ("averages", "ema=off"),
         ("gather_loss", "trainer.gather_loss=false"),
         ("delays", "trainer.updates=synchronous"),
         ("scales", "precision=bf16 precision.loss_scale=auto"),
     ):
-        given = dict.fromkeys(("averages", "gather_loss", "delays", "scales"), False)
+        given = dict.fromkeys(("gather_loss", "delays", "scales"), False)
         with pytest.raises(ConfigError, match=way_out):
             FOUR.check_beside(**{**given, setting: True})
         replace(FOUR, staleness=0).check_beside(**{**given, "scales": True})

@@ -238,6 +238,7 @@ class Outcome:
     norms: list[float]
     weights: Weights
     moved: int = 0
+    averages: Weights = field(default_factory=dict)
 
 
 # ---- plain torch

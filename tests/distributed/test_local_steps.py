@@ -81,8 +81,13 @@ def torchs(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim
     return config.create([{**group} for group in groups])
 
 
-def plain_rounds(case: Case, replicas: int) -> Outcome:
-    """Train copies of the model by local steps, each with its own optimizer, and an outer SGD of torch."""
+def plain_rounds(
+    case: Case,
+    replicas: int,
+    after: Callable[[int, list[list[Tensor]]], None] = lambda step, trained: None,
+) -> Outcome:
+    """Train copies of the model by local steps, each with its own optimizer, and an outer SGD of torch. ``after`` gets
+    the number of each step and the weights of all copies after it."""
     groups = case.together.local_groups or replicas
     copies = [plain_blocks(case) for _ in range(groups)]
     each = replicas // groups
@@ -126,8 +131,9 @@ def plain_rounds(case: Case, replicas: int) -> Outcome:
         outcome.norms.append(squares**0.5)
         for number, fragment in enumerate(fragments, start=1):
             fragment.stepped(step + 1 - number * together.sync_every // together.fragments)
-    for fragment in fragments:
-        fragment.end()
+        for fragment in fragments if step + 1 == len(case.sizes) else ():
+            fragment.end()
+        after(step + 1, trained)
     return outcome
 
 
@@ -516,10 +522,10 @@ def test_nothing_is_read_within_a_round(pool: Pool, tmp_path: Path) -> None:
     ("settings", "names"),
     [
         ({"mode": "global"}, "accepted"),
-        ({"sync_every": 10}, "add replicas.mode=local"),
-        ({"outer_momentum": 0.5}, "add replicas.mode=local"),
+        ({"sync_every": 10}, "use replicas=local"),
+        ({"outer_momentum": 0.5}, "use replicas=local"),
         ({"mode": "local", "sync_every": 0}, "sync_every"),
-        ({"fragments": 2}, "add replicas.mode=local"),
+        ({"fragments": 2}, "use replicas=local"),
         ({"mode": "local", "fragments": 51}, "at most 50 in rounds of 50 steps"),
         ({"mode": "local", "fragment_delay": 50}, "at most 49 in rounds of 50 steps"),
         ({"mode": "local", "outer_momentum": 1.0}, "outer_momentum"),
@@ -549,14 +555,11 @@ def test_plans_that_local_steps_cannot_run_are_refused() -> None:
     with pytest.raises(PlanError, match="gradients summed in every step"):
         ReplicasConfig().check(make_plan(chain, replicas=(2,), local_steps=2))
     for changed, way_out in (
-        ({"averages": True}, "ema=off"),
-        ({"gather_loss": True}, "replicas.mode=synchronous"),
+        ({"gather_loss": True}, "replicas=default"),
         ({"delays": True}, "trainer.updates=synchronous"),
     ):
         with pytest.raises(ConfigError, match=way_out):
-            DILOCO.check_beside(
-                **{"averages": False, "gather_loss": False, "delays": False, **changed}
-            )
+            DILOCO.check_beside(**{"gather_loss": False, "delays": False, **changed})
 
 
 def test_the_first_loss_is_that_of_synchronous_training(pool: Pool) -> None:

@@ -99,8 +99,8 @@ class ReplicasConfig:
         """Raise :class:`ConfigError` if settings contradict ``mode``."""
         if self.staleness != ReplicasConfig.staleness and self.mode != ASYNCHRONOUS:
             raise ConfigError(
-                f"replicas.staleness={self.staleness}: with replicas.mode={self.mode}, weights are never stale; add "
-                "replicas.mode=asynchronous"
+                f"replicas.staleness={self.staleness}: with replicas.mode={self.mode}, weights are never stale; use "
+                "replicas=asynchronous"
             )
         if self.asynchronous:
             self._check_asynchronous()
@@ -117,19 +117,19 @@ class ReplicasConfig:
             if self.compress != "none":
                 raise ConfigError(
                     f"replicas.compress={self.compress}: local replicas exchange no gradients; use "
-                    "replicas.outer_compress=bf16, and replicas.compress=none"
+                    "replicas.compress=none replicas.outer_compress=bf16"
                 )
             if self.batchnorm == "sync":
                 raise ConfigError(
                     "replicas.batchnorm=sync: local replicas exchange nothing within a round; use "
-                    "replicas.batchnorm=replica, or replicas.mode=synchronous"
+                    "replicas.batchnorm=replica"
                 )
             return
         changed = [key for key in _OF_LOCAL if getattr(self, key) != getattr(ReplicasConfig, key)]
         if changed:
             raise ConfigError(
                 f"replicas.{changed[0]}={getattr(self, changed[0])}: replicas.mode={self.mode} takes no local steps; "
-                "add replicas.mode=local"
+                "use replicas=local"
             )
 
     def _check_asynchronous(self) -> None:
@@ -144,14 +144,11 @@ class ReplicasConfig:
                 "replicas.batchnorm=replica, or replicas.staleness=0"
             )
 
-    def check_beside(
-        self, *, gather_loss: bool, averages: bool, delays: bool, scales: bool = False
-    ) -> None:
+    def check_beside(self, *, gather_loss: bool, delays: bool, scales: bool = False) -> None:
         """Raise :class:`ConfigError` for other settings that need the same weights on all replicas in every step."""
         found = {
             "trainer.gather_loss=true": (gather_loss, "trainer.gather_loss=false"),
             "trainer.updates=delayed": (delays, "trainer.updates=synchronous"),
-            "ema": (averages, "ema=off"),
             "a scaled loss": (scales, "precision=bf16 precision.loss_scale=auto"),
         }
         for what, (is_set, remedy) in found.items() if self.asynchronous else ():
@@ -163,18 +160,12 @@ class ReplicasConfig:
         if self.mode == LOCAL and gather_loss:
             raise ConfigError(
                 "trainer.gather_loss=true: the rows of all replicas have one loss, and with replicas.mode=local each "
-                "replica steps by itself; use replicas.mode=synchronous"
+                "replica steps by itself; use trainer.gather_loss=false, or replicas=default"
             )
         if self.mode == LOCAL and delays:
             raise ConfigError(
                 "trainer.updates=delayed: with replicas.mode=local, replicas have different weights within a "
-                "round, and no older version of them is kept; use trainer.updates=synchronous, or "
-                "replicas.mode=synchronous"
-            )
-        if self.mode == LOCAL and averages:
-            raise ConfigError(
-                "ema: with replicas.mode=local, replicas have different weights within a round, and no average of "
-                "them is kept; use ema=off, or replicas.mode=synchronous"
+                "round, and no older version of them is kept; use trainer.updates=synchronous, or replicas=default"
             )
 
     @property

@@ -75,7 +75,8 @@ class Rounds:
         fragment 1                                       begins ends
 
     ``exchange`` makes exchanges, and ``norms`` are the BatchNorms whose running statistics are averaged at the end of a
-    round. Without local steps, replicas are always equal, and nothing is exchanged.
+    round. ``averages``: whether the run keeps averaged weights, whose mean over the replicas is formed by :meth:`end`.
+    Without local steps, replicas are always equal, and nothing is exchanged.
     """
 
     def __init__(
@@ -83,25 +84,32 @@ class Rounds:
         config: ReplicasConfig,
         exchange: Callable[[FragmentExchanges], None],
         norms: BatchNorms,
+        *,
+        averages: bool = False,
     ) -> None:
         self.local_steps, self._delay = config.local_steps, config.fragment_delay
         self._exchange, self._norms, self._count = exchange, norms, config.fragments
+        self._averages = averages
         self.reset()
 
     def reset(self) -> None:
         """Reset the counters of steps, because all replicas have equal weights."""
         self._steps = [0] * self._count  # since the last exchange of each fragment began
         self._under_way: set[int] = set()
+        self._share = 0.0  # of the weights after the last step in the averages
+        self._averages_differ = False
 
     @property
     def differ(self) -> bool:
         """Whether replicas may have different weights."""
         return any(self._steps) or bool(self._under_way)
 
-    def stepped(self, step: int) -> None:
-        """Count the step with the index ``step``, and make the exchanges that are due after it."""
+    def stepped(self, step: int, share: float = 0.0) -> None:
+        """Count the step with the index ``step``, and make the exchanges that are due after it. ``share``: the share of
+        the new weights in the averaged weights; 0 if the step has not updated them."""
         if not self.local_steps:
             return
+        self._share, self._averages_differ = share, self._averages
         self._steps = [steps + 1 for steps in self._steps]
         begun = self._due(step + 1)
         self._under_way.update(begun)
@@ -111,13 +119,16 @@ class Rounds:
             self._average_statistics()
 
     def end(self) -> None:
-        """End the exchanges under way now, and exchange all fragments that were stepped since. All ranks call this
-        method."""
+        """End the exchanges under way now, and exchange all fragments that were stepped since. Then all replicas take
+        the mean of their averaged weights. All ranks call this method."""
         if self.differ:
             self._make((), sorted(self._under_way))
             stepped = [k for k, steps in enumerate(self._steps) if steps]
             self._make(stepped, stepped)
             self._average_statistics()
+        if self._averages_differ:
+            self._exchange(FragmentExchanges(averages=True))
+            self._averages_differ = False
 
     def _due(self, steps: int) -> list[int]:
         every, count = self.local_steps, self._count
@@ -125,7 +136,7 @@ class Rounds:
 
     def _make(self, begun: Sequence[int], ended: Sequence[int]) -> None:
         if begun or ended:
-            self._exchange(FragmentExchanges(begun, ended))
+            self._exchange(FragmentExchanges(begun, ended, self._share))
         for fragment in begun:
             self._steps[fragment] = 0
         self._under_way.difference_update(ended)

@@ -1,7 +1,7 @@
 """Averaged weights (EMA), kept as one more optimizer state of each parameter.
 
 So averages are offloaded, sharded, saved and counted like all other states, in the precision of the master weights. An
-average starts as the weights before the parameter's first step. The share is the fraction of the new weights in an
+average starts as the weights before the first step. The share is the fraction of the new weights in an
 updated average. It is a setting of the parameter groups, like the learning rate.
 """
 
@@ -55,16 +55,13 @@ def _averaging(kind: Any) -> type[Optimizer]:
             if any(group[SHARE] is None for group in self.param_groups):
                 exchange(self, AVERAGE)
                 return None
-            begun = {
-                p: p.detach().clone()
-                for group in self.param_groups
-                for p in group["params"]
-                if p.grad is not None and AVERAGE not in self.state.get(p, ())
-            }
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            # Not in the state during the step: optimizers take a parameter without states for one that is new.
+            kept = [self.state.get(p, {}).pop(AVERAGE, None) for p in parameters]
+            begun = [p.detach().clone() if a is None else a for p, a in zip(parameters, kept)]
             loss: float | None = step(self) if closure is None else step(self, closure)
-            # Added after the step: an optimizer creates its states only for a parameter without any.
-            for parameter, weights in begun.items():
-                self.state[parameter][AVERAGE] = weights
+            for parameter, average in zip(parameters, begun):
+                self.state[parameter][AVERAGE] = average
             _update(self)
             return loss
 
@@ -74,10 +71,9 @@ def _averaging(kind: Any) -> type[Optimizer]:
 
 def _update(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
-        known = [p for p in group["params"] if AVERAGE in optimizer.state.get(p, ())]
-        if known and group[SHARE]:
-            averages = [optimizer.state[p][AVERAGE] for p in known]
-            lerp_each_in_place(averages, [p.detach() for p in known], group[SHARE])
+        if group["params"] and group[SHARE]:
+            averages = [optimizer.state[p][AVERAGE] for p in group["params"]]
+            lerp_each_in_place(averages, [p.detach() for p in group["params"]], group[SHARE])
 
 
 def exchange(optimizer: Optimizer, key: str) -> None:

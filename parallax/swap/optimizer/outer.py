@@ -22,6 +22,13 @@ exchanged. When the exchange ends, the replica keeps the progress that it has ma
 
 For mean weights, this is the rule of Shen et al. 2019, "Faster Distributed Deep Net Training: Computation and
 Communication Decoupled Stochastic Gradient Descent". Streaming DiLoCo interpolates between the two weights instead.
+
+Averages of the weights (EMA, :mod:`parallax.swap.optimizer.averaging`) are those of the mean weights of the replicas
+after each step, with the exchanges after it::
+
+    average = average + share · (mean over the replicas of the weights − average)
+
+This is linear, so each replica averages its own weights, and the mean of these averages is formed when it is needed.
 """
 
 from __future__ import annotations
@@ -33,6 +40,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from parallax.swap.optimizer.averaging import AVERAGE
 
 ROUND_START, OUTER_MOMENTUM = "outer_weights", "outer_momentum"  # keys of states
 OUTER_STATES = ROUND_START, OUTER_MOMENTUM
@@ -54,10 +63,16 @@ that waits for the mean. All replicas call both, in the same order."""
 
 class FragmentExchanges(NamedTuple):
     """Fragments whose exchange between the replicas begins after a step, and fragments whose exchange ends after it. A
-    fragment may be in both; then its whole exchange happens after that step."""
+    fragment may be in both; then its whole exchange happens after that step.
 
-    begun: Collection[int]
-    ended: Collection[int]
+    ``share`` is the share of the new weights in the averaged weights after the local step before. If ``averages`` is
+    True, replicas take the mean of their averaged weights instead.
+    """
+
+    begun: Collection[int] = ()
+    ended: Collection[int] = ()
+    share: float = 0.0
+    averages: bool = False
 
 
 class _Averaged(NamedTuple):
@@ -128,6 +143,8 @@ def _local(kind: Any, rule: OuterRule, mean: Mean | None) -> type[Optimizer]:
         def step(self, closure: Callable[[], float] | None = None) -> float | None:
             exchanges: FragmentExchanges | None = self.param_groups[0][EXCHANGED]
             if exchanges is not None:
+                if exchanges.averages:
+                    _average_averages(self, mean)
                 for fragment in dict.fromkeys((*exchanges.ended, *exchanges.begun)):
                     _exchange(self, fragment, exchanges, rule, mean)
                 return None
@@ -168,18 +185,25 @@ def _exchange(
     known = [optimizer.state.get(parameter, {}) for parameter in parameters]
     if any(key not in state for state in known for key in rule.states):
         return  # every step since the start of the run was skipped, so all weights are equal
-    columns = [[p.detach() for p in parameters]]
-    columns += [[state[key] for state in known] for key in rule.states]
+    averaged = all(AVERAGE in state for state in known)
+    keys = (*rule.states, *([AVERAGE] if averaged else []))
+    columns = [[p.detach() for p in parameters], *([s[key] for s in known] for key in keys)]
+    stepped = 1 + len(rule.states)
     state: dict[Any, Any] = optimizer.state
     begins, ends = fragment in exchanges.begun, fragment in exchanges.ended
-    begun: Iterable[_Averaged] = (_begun(run, mean, keeps=not ends) for run in _runs(columns))
+    begun: Iterable[_Averaged] = (
+        _begun(run[:stepped], mean, keeps=not ends) for run in _runs(columns)
+    )
     if not ends:
         state.setdefault(_UNDER_WAY, {})[fragment] = [*begun]
         return
     if not begins:
         begun = state.get(_UNDER_WAY, {}).pop(fragment, ())
-    for averaged, run in zip(begun, _runs(columns)):
-        _end(averaged, run, rule)
+    for each, run in zip(begun, _runs(columns)):
+        before = [values.clone() for values in run[0]] if averaged and exchanges.share else []
+        _end(each, run[:stepped], rule)
+        for average, old, new in zip(*run[stepped:], before, run[0]):
+            average.add_(new - old, alpha=exchanges.share)
 
 
 def _begun(run: Sequence[Sequence[Tensor]], mean: Mean | None, *, keeps: bool) -> _Averaged:
@@ -189,6 +213,22 @@ def _begun(run: Sequence[Sequence[Tensor]], mean: Mean | None, *, keeps: bool) -
     flat = _joined(weights if not outer else [a - w for a, w in zip(outer[0], weights)])
     copies = _joined(weights) if keeps else None
     return _Averaged(flat, _no_wait if mean is None else mean(flat), copies)
+
+
+def _average_averages(optimizer: Optimizer, mean: Mean | None) -> None:
+    """Replace the averaged weights by their mean over the replicas, which have equal weights. Replicas exchange the
+    differences from the weights, because rounding in the exchange then costs less."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    averages = [optimizer.state.get(parameter, {}).get(AVERAGE) for parameter in parameters]
+    known = [average for average in averages if average is not None]
+    if mean is None or len(known) < len(parameters):
+        return  # a single replica, or every step since the start of the run was skipped
+    for run in _runs([known, [parameter.detach() for parameter in parameters]]):
+        flat = _joined([average - weights for average, weights in zip(*run)])
+        mean(flat)()
+        pieces = flat.split([average.numel() for average in run[0]])
+        for average, weights, piece in zip(*run, pieces):
+            average.copy_(weights).add_(piece.view(average.shape))
 
 
 def _no_wait() -> None:
