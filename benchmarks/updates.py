@@ -9,7 +9,8 @@
 
 ``loss`` trains the same model on the same rows with two replicas, once for each rule and seed. ``bubble`` runs the
 schedules in turn; without a bubble, a step takes as long as the passes and the update of the slowest stage. ``link``
-runs two replicas on two network namespaces, each with a core, in turn over a slow and a fast link.
+runs two replicas on two network namespaces, each with a core, in turn over a slow and a fast link, and samples the
+bytes that one of them sends.
 The blocks of ``slow`` wait instead of computing, as a host waits for its device, so that four replicas do not compete
 for cores.
 """
@@ -17,8 +18,10 @@ for cores.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -31,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.hosts import ROOT, HostError, TwoHosts
+from benchmarks.hosts import ROOT, Host, HostError, TwoHosts
 from parallax import TensorRows
 
 LION, SGD = (
@@ -111,6 +114,16 @@ EVEN = (
     "plan.activations=keep",
 )
 SLOW, FAST = "100mbit", "10gbit"
+LINKED = {
+    name: RULES[name]
+    for name in (
+        "synchronous",
+        "DiLoCo, 50 steps",
+        "DiLoCo, 50 steps, 5 fragments",
+        "DiLoCo, 50 steps, 5 fragments, delay 5",
+    )
+}
+WINDOW_SECONDS, SAMPLE_SECONDS = 5.0, 0.1
 BESIDE = {name: RULES[name] for name in ("synchronous", "asynchronous, s=1", "asynchronous, s=4")}
 BLOCKS, BLOCK_SECONDS = 12, 0.01
 WAITING = (
@@ -139,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=3, help="of bubble")
-    parser.add_argument("--only", default="", help="rules of loss and slow whose names begin so")
+    parser.add_argument("--only", default="", help="rules whose names begin so; not of bubble")
     parsed = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         if parsed.part == "loss":
@@ -156,7 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(json.dumps(found, indent=1))
             return 0
         try:
-            found = over_links(Path(folder), parsed.steps or 52)
+            ways = {name: words for name, words in LINKED.items() if name.startswith(parsed.only)}
+            found = over_links(Path(folder), parsed.steps or 52, ways)
         except HostError as error:
             print(f"no hosts: {error}", file=sys.stderr)
             return 2
@@ -296,35 +310,70 @@ def beside_a_slow_rank(
     return found
 
 
-def over_links(folder: Path, steps: int) -> dict[str, dict[str, float]]:
-    """Return seconds per step, predicted and measured, of both ways over both links."""
-    ways = {
-        "synchronous": (("replicas=default",), 8),
-        "DiLoCo, 50 steps": (DILOCO, steps),
-        "DiLoCo, 50 steps, 5 fragments": ((*DILOCO, "replicas.fragments=5"), steps),
-        "DiLoCo, 50 steps, 5 fragments, delay 5": (
-            RULES["DiLoCo, 50 steps, 5 fragments, delay 5"],
-            steps,
-        ),
-    }
+def over_links(
+    folder: Path, steps: int, ways: dict[str, tuple[str, ...]]
+) -> dict[str, dict[str, float]]:
+    """Return seconds per step, predicted and measured, of each way over both links, and the bytes that a host sends."""
     found: dict[str, dict[str, float]] = {}
-    for rate in (FAST, SLOW):
-        for number, (way, (settings, count)) in enumerate(ways.items()):
+    for number, (way, settings) in enumerate(ways.items()):
+        count = steps if settings else 8
+        for rate in (FAST, SLOW):
             with TwoHosts(folder / f"{rate}-{number}", rate) as hosts:
                 words = ("name=run", f"trainer.steps={count}", *LARGE, *settings)
-                codes = [process.wait(ENDS_SECONDS) for process in hosts.start(1, words)]
+                processes = hosts.start(1, words)
+                most = _most_sent(processes[0], hosts.a, count)
+                codes = [process.wait(ENDS_SECONDS) for process in processes]
                 if codes != [0, 0]:
                     output = "\n".join((h.folder / "out.txt").read_text() for h in hosts.hosts)
                     raise RuntimeError(f"{' '.join(words)} ended with {codes}:\n{output}")
-                path = hosts.a.folder / "runs" / "run" / "summary.json"
-                summary = json.loads(path.read_text())
+                run = hosts.a.folder / "runs" / "run"
+                summary = json.loads((run / "summary.json").read_text())
+                kept = kept_speed((run / "metrics.jsonl").read_text(), settings)
             found[f"{way}, {rate}"] = {
                 "measured_seconds": round(summary["step_seconds_median"], 4),
+                "kept_speed": round(kept, 4),
                 "predicted_seconds": round(summary["predicted_step_seconds"], 4),
                 "exchanged_bytes_per_step": summary["synced_bytes"] / count,
+                "most_sent_bytes": most,
             }
             print(f"{way}, {rate}: {found[f'{way}, {rate}']}", file=sys.stderr, flush=True)
     return found
+
+
+def kept_speed(lines: str, settings: Sequence[str]) -> float:
+    """Return the speed of a run of local steps relative to steps without an exchange, from the ``lines`` of its
+    metrics; 1 without local steps. An exchange costs the seconds by which the step in which it ends is longer than the
+    median."""
+    named = dict(each.removeprefix("replicas.").split("=") for each in settings)
+    every, count, delay = (
+        int(named.get(key, usual))
+        for key, usual in (("sync_every", 0), ("fragments", 1), ("fragment_delay", 0))
+    )
+    rows = [json.loads(line) for line in lines.splitlines()]
+    seconds = {row["step"]: row["step_seconds"] for row in rows if "step_seconds" in row}
+    begun = {(k + 1) * every // count % every for k in range(count)} if every else set()
+    ends = [step for step in seconds if step > delay and every and (step - delay) % every in begun]
+    if not ends:
+        return 1.0
+    usual = statistics.median(each for step, each in seconds.items() if step not in ends)
+    cost = statistics.mean(seconds[step] - usual for step in ends) * count / every
+    return usual / (usual + cost)
+
+
+def _most_sent(process: subprocess.Popen[bytes], host: Host, steps: int) -> int:
+    """Wait until ``process`` has ended. Return the most bytes that ``host`` has sent within ``WINDOW_SECONDS``, between
+    the first of ``steps`` steps and the last one, after which local steps exchange all weights."""
+    counter = re.compile(rf"{host.interface}:" + r"\s*(?:\d+\s+){8}(\d+)")
+    counters, metrics = Path(f"/proc/{process.pid}/net/dev"), host.folder / "runs/run/metrics.jsonl"
+    counts = list[int]()
+    while process.poll() is None:
+        with contextlib.suppress(OSError):
+            found = counter.search(counters.read_text())
+            if found and 0 < metrics.read_bytes().count(b"\n") < steps - 1:
+                counts.append(int(found[1]))
+        time.sleep(SAMPLE_SECONDS)
+    window = round(WINDOW_SECONDS / SAMPLE_SECONDS)
+    return max((b - a for a, b in zip(counts, counts[window:])), default=0)
 
 
 if __name__ == "__main__":
