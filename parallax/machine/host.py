@@ -27,9 +27,11 @@ import psutil
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 _USUAL_TRIM_BYTES = 128 * 1024  # glibc's M_TRIM_THRESHOLD
-_FREED_BYTES = (
-    16 * 2**20
-)  # size of a block; after it is freed, malloc keeps up to twice as much at the end of its heap
+# Size of a block. After it is freed, malloc has smaller blocks in its heap, which glibc allows up to 32 MiB.
+_FREED_BYTES = 32 * 2**20 - 2**16
+_KEPT_BYTES = (
+    2**31 - 1
+)  # the most free bytes at the end of malloc's heap: the largest that mallopt takes
 RETURNED_BYTES = 256 * 1024  # the smallest block returned at once, see return_freed_memory
 _TOUCHED_BYTES, _TOUCHES = 2**26, 5  # more bytes than caches hold
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # as malloc's: shared pages take twice as long
@@ -266,15 +268,17 @@ def keep_freed_memory() -> None:
     """Make glibc keep freed memory for reuse, in a process that repeats the same computation.
 
     By default, glibc returns the end of its heap to the system when the free memory there reaches twice the largest
-    block freed so far. In a small model this is a few MiB. Then each page of the next block faults, and a step with
-    recomputation took 1.17 times as long. This function frees one block of 16 MiB to raise the threshold. Allocate
-    long-lived tensors such as weights first: otherwise they would lie between freed blocks and fragment the heap.
+    block freed so far, but at most 64 MiB. Then each page of the next block faults, and a step with recomputation took
+    1.4 times as long. This function frees one large block, so that tensors of up to 32 MiB are in the heap, and then
+    forbids glibc to return its end: :func:`trim_freed_memory` does, near a :class:`MemoryBound`. Allocate long-lived
+    tensors such as weights first: otherwise they would lie between freed blocks and fragment the heap.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
         libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
         libc.free(libc.malloc(_FREED_BYTES))  # mapped, never written
+    _set_malloc({_M_TRIM_THRESHOLD: _KEPT_BYTES})
 
 
 def _set_malloc(settings: dict[int, int]) -> bool:

@@ -26,6 +26,7 @@ from parallax.runtime.replicas.reducer import touch_reducer
 
 # The share of a rank's predicted peak for temporary tensors of a block and shared memory of channels.
 _UNSEEN = 1 / 32
+_BEYOND = 1 / 8  # of the predicted peak: twice the distance that a bound and its looks keep
 
 
 def device_memory(
@@ -67,8 +68,8 @@ def return_freed(device: torch.device, prediction: RankPrediction) -> None:
 def bound_memory(
     device: torch.device, prediction: RankPrediction, before_bytes: int
 ) -> Callable[[], None]:
-    """Keep the memory of a CPU rank below its predicted peak plus ``before_bytes``; return a function that removes this
-    bound.
+    """Keep the memory of a CPU rank below its budget, and near its predicted peak, plus ``before_bytes``; return a
+    function that removes this bound.
 
     Freed memory is returned to the system when the process would exceed the bound
     (:class:`~parallax.machine.host.MemoryBound`).
@@ -76,12 +77,22 @@ def bound_memory(
     No-op without a prediction, for a rank that already returns freed memory at once (:func:`return_freed`), and for an
     accelerator, whose allocator has its own limit.
     """
-    most_bytes = prediction.peak_bytes
-    if device.type != "cpu" or most_bytes <= 0 or prediction.returns_freed:
+    if device.type != "cpu" or prediction.peak_bytes <= 0 or prediction.returns_freed:
         return lambda: None
     keep_freed_memory()  # after the weights, which are never freed
-    bound_bytes = most_bytes - SMALLEST_TRIM - int(_UNSEEN * most_bytes)
-    return MemoryBound(before_bytes + bound_bytes - data_bytes()).close
+    return MemoryBound(before_bytes + _bound_bytes(prediction) - data_bytes()).close
+
+
+def _bound_bytes(prediction: RankPrediction) -> int:
+    """Return the memory of a rank at which freed memory is returned to the system.
+
+    The bound keeps a distance from the most bytes that the rank may hold, because memory grows between two looks at it.
+    If the budget allows, the most bytes are so far above the predicted peak that a rank with this peak is not trimmed:
+    a step that trims makes all of its activations of fresh pages, which may take half of the step's time.
+    """
+    most_bytes = prediction.peak_bytes + int(_BEYOND * prediction.peak_bytes) + 2 * SMALLEST_TRIM
+    most_bytes = max(prediction.peak_bytes, min(most_bytes, prediction.budget_bytes))
+    return most_bytes - SMALLEST_TRIM - int(_UNSEEN * most_bytes)
 
 
 @cache  # once per process
