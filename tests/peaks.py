@@ -17,7 +17,9 @@ def remember_peaks() -> None:
     measure.peak_flops = _peak_flops  # type: ignore[attr-defined]
 
 
-def _peak_flops(device: torch.device, name: str, compute: str) -> tuple[float, str]:
+def _peak_flops(
+    device: torch.device, name: str, compute: str, _fastest_block: float = 0.0
+) -> tuple[float, str]:
     return _measured(device, name, compute, torch.get_num_threads())
 
 

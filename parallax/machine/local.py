@@ -243,6 +243,7 @@ def build_cluster(
         speeds=together.speeds,
         sum_seconds=together.sum_seconds,
         reduce_seconds=together.reduce_seconds,
+        exchange_seconds=together.exchange_seconds,
     )
     return with_buckets(Cluster(nodes=(node,), local=local, remote=local))
 

@@ -38,6 +38,11 @@ TOGETHER = 8  # most processes measured at once; more are assumed to be as slow 
 TURNS = 5
 TURN_SECONDS = 0.25
 SUMS = 4  # number of all-reduces of few numbers in a turn
+_MATRIX_SIZE = 384  # of a product that takes about a millisecond
+EXCHANGES = 32  # number of all-reduces of few numbers in close succession in a turn
+_TOGETHER_EDITION = (
+    2  # version of the cached speeds of concurrent processes; others are measured again
+)
 REDUCED_BYTES = 16 * 2**20  # bytes of gradients in the all-reduce that ends a turn
 
 
@@ -309,12 +314,16 @@ class HostSpeeds:
 
     ``speeds`` is the speed of each process relative to one process alone. ``sum_seconds`` is the time of an all-reduce
     of a few numbers after computing, as at the end of a step; most of this time passes while the processes' threads
-    wake up. ``reduce_seconds`` is the time per byte of an all-reduce of gradients.
+    wake up. ``reduce_seconds`` is the time per byte of an all-reduce of gradients. ``exchange_seconds`` is the time of
+    an all-reduce of a few numbers between processes that compute for a millisecond between two of them. It is longer
+    than ``sum_seconds``, because the processes do not arrive together, and one that gets its result late is late for
+    the next one, too.
     """
 
     speeds: tuple[float, ...] = ()
     sum_seconds: tuple[float, ...] = ()
     reduce_seconds: tuple[float, ...] = ()
+    exchange_seconds: tuple[float, ...] = ()
 
 
 ALONE = HostSpeeds()
@@ -331,16 +340,24 @@ def measure_together(count: int, threads: int, *, fresh: bool = False) -> HostSp
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             found = read_json(_together_file(measured, threads), SMALL_BYTES)
             return HostSpeeds(**{k: tuple(map(float, each[:count])) for k, each in found.items()})
-    seconds, sums, reductions = compute_together(count, threads)
+    seconds, sums, reductions, exchanges = compute_together(count, threads)
     speeds = shared_speeds(seconds, usable_cores() / threads)
-    together = HostSpeeds(speeds, tuple(sums), tuple(reductions))
+    together = HostSpeeds(speeds, tuple(sums), tuple(reductions), tuple(exchanges))
     with contextlib.suppress(OSError), replacing(_together_file(count, threads)) as file:
         file.write(json.dumps(asdict(together)).encode())
     return together
 
 
 def _together_file(count: int, threads: int) -> Path:
-    known = [socket.gethostname(), cpu_model(), torch.__version__, usable_cores(), count, threads]
+    known = [
+        _TOGETHER_EDITION,
+        socket.gethostname(),
+        cpu_model(),
+        torch.__version__,
+        usable_cores(),
+        count,
+        threads,
+    ]
     digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
     return cache_directory() / f"together-{digest}.json"
 
@@ -358,13 +375,14 @@ def shared_speeds(seconds: list[float], able: float) -> tuple[float, ...]:
     return tuple(speeds)
 
 
-def compute_together(count: int, threads: int) -> tuple[list[float], list[float], list[float]]:
-    """Return three lists of measurements. Entry k − 1 of each list is for k processes of ``threads`` threads that
+def compute_together(count: int, threads: int) -> tuple[list[float], ...]:
+    """Return four lists of measurements. Entry k − 1 of each list is for k processes of ``threads`` threads that
     compute at once, from 1 to ``count`` processes.
 
     1. CPU seconds of one repetition of :func:`compute_on_request`
     2. seconds of an all-reduce of a few numbers
     3. seconds per byte of an all-reduce of gradients
+    4. seconds of an all-reduce of a few numbers between processes that compute for a millisecond between two of them
 
     CPU time does not advance while another program has the core, so other programs hardly affect it. Sharing memory and
     caches with other ranks increases it. Each value is the median of several turns, except the CPU seconds of a single
@@ -384,8 +402,11 @@ def compute_together(count: int, threads: int) -> tuple[list[float], list[float]
         turns: list[list[float]] = [[] for _ in counts]
         sums: list[list[float]] = [[] for _ in counts]
         reductions: list[list[float]] = [[] for _ in counts]
+        exchanges: list[list[float]] = [[] for _ in counts]
         for _ in range(TURNS):
-            for computing, taken, summed, reduced in zip(counts, turns, sums, reductions):
+            for computing, taken, summed, reduced, exchanged in zip(
+                counts, turns, sums, reductions, exchanges
+            ):
                 for worker in workers[:computing]:
                     _request(worker, computing)
                 answers = [
@@ -393,17 +414,17 @@ def compute_together(count: int, threads: int) -> tuple[list[float], list[float]
                     for worker in workers[:computing]
                 ]
                 taken.append(statistics.fmean(answer[0] for answer in answers))
-                summed.extend(map(min, zip(*(answer[1:-1] for answer in answers))))
-                reduced.append(min(answer[-1] for answer in answers) / REDUCED_BYTES)
-    seconds = [min(turns[0]), *(statistics.median(taken) for taken in turns[1:])]
-    summing, reducing = (
-        [statistics.median(each) for each in found] for found in (sums, reductions)
-    )
-
-    def all_counts(found: list[float]) -> list[float]:
-        return [float(each) for each in np.interp(range(1, count + 1), counts, found)]
-
-    return all_counts(seconds), all_counts(summing), all_counts(reducing)
+                summed.extend(map(min, zip(*(answer[1:-3] for answer in answers))))
+                reduced.append(min(answer[-3] for answer in answers) / REDUCED_BYTES)
+                waves = max(1.0, computing * threads / usable_cores())
+                exchanged.append(
+                    statistics.fmean(max(0.0, wall - waves * busy) for *_, wall, busy in answers)
+                )
+    found = [
+        [min(turns[0]), *(statistics.median(taken) for taken in turns[1:])],
+        *([statistics.median(each) for each in kind] for kind in (sums, reductions, exchanges)),
+    ]
+    return tuple(np.interp(range(1, count + 1), counts, kind).tolist() for kind in found)
 
 
 def measured_counts(count: int) -> list[int]:
@@ -465,8 +486,9 @@ def compute_on_request(rank: int, count: int, threads: int, store: str) -> None:
 
     Each line of standard input is the number of processes that compute now. For each line, the process trains three
     transformer layers for a quarter of a second: repeatedly two micro-batches forward, then backward. Four all-reduces
-    of a few numbers are spread over this time, and one all-reduce of gradients ends it. The process prints the CPU
-    seconds of one repetition, and the seconds of each all-reduce.
+    of a few numbers are spread over this time, and one all-reduce of gradients ends it. Then the process computes about
+    a millisecond between two all-reduces of a few numbers. The process prints the CPU seconds of one repetition, the
+    seconds of each all-reduce, and for the last ones the mean seconds of one with its computing, and of the computing.
     """
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
@@ -476,6 +498,7 @@ def compute_on_request(rank: int, count: int, threads: int, store: str) -> None:
     ]
     model, rows = torch.nn.Sequential(*layers), torch.randn(2, 256, 256)
     numbers, gradients = torch.zeros(4, dtype=torch.float64), torch.zeros(REDUCED_BYTES // 4)
+    matrix = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE)
 
     def train_once() -> None:
         sums = [model(rows).sum() for _ in range(2)]
@@ -496,4 +519,19 @@ def compute_on_request(rank: int, count: int, threads: int, store: str) -> None:
             spent += time.process_time() - begun
             summing.append(1 / _rate(1, partial(dist.all_reduce, numbers, group=group)))
         summing.append(1 / _rate(1, partial(dist.all_reduce, gradients, group=group)))
+        summing.extend(_exchange(group, numbers, matrix))
         print(spent / repetitions, *summing, flush=True)
+
+
+def _exchange(
+    group: dist.ProcessGroup | None, numbers: torch.Tensor, matrix: torch.Tensor
+) -> tuple[float, float]:
+    """Return the mean seconds of computing and an all-reduce of ``numbers``, and the CPU seconds of the computing."""
+    dist.all_reduce(numbers, group=group)  # all begin together
+    begun, busy = time.perf_counter(), 0.0
+    for _ in range(EXCHANGES):
+        computing = time.thread_time()
+        torch.mm(matrix, matrix)
+        busy += time.thread_time() - computing
+        dist.all_reduce(numbers, group=group)
+    return (time.perf_counter() - begun) / EXCHANGES, busy / EXCHANGES

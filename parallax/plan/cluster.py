@@ -6,7 +6,7 @@ Devices are numbered across nodes. Rank i runs on device i unless a plan places 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -62,6 +62,8 @@ class Device:
     ``host_bytes``           bytes of the host's memory for this device
     ``price_per_hour``       price of an hour, in any currency
     ``host_update_seconds``  seconds of the host optimizer per byte of parameters; 0 without host optimizer
+    ``exchanges``            seconds of an exchange of a few numbers between 1, 2, … replicas on such devices; more
+                             replicas take as long as the last number says (:func:`with_buckets`)
     ``bucket_bytes``         bytes of the buckets in which replicas sum gradients (:func:`with_buckets`)
     """
 
@@ -86,12 +88,19 @@ class Device:
     host_bytes: int = 0
     price_per_hour: float = 0.0
     host_update_seconds: float = 0.0
+    exchanges: tuple[float, ...] = ()
     bucket_bytes: int = LEAST_BUCKET_BYTES
 
     @property
     def fixed_bytes(self) -> int:
         """Return the bytes that each process uses whatever the plan is."""
         return self.reserve_bytes + self.context_bytes
+
+    def exchange_seconds(self, replicas: int) -> float | None:
+        """Return the seconds of an all-reduce of a few numbers between ``replicas`` replicas; None for a single one."""
+        if replicas < 2:
+            return None
+        return self.exchanges[min(replicas, len(self.exchanges)) - 1] if self.exchanges else 0.0
 
     @property
     def swaps_to(self) -> Tier:
@@ -130,6 +139,8 @@ class Node:
                                bandwidth.
     ``sum_seconds[k − 1]``     seconds of an all-reduce of a few numbers between k devices that have just computed. Each
                                step ends with such an all-reduce.
+    ``exchange_seconds[k − 1]`` seconds of an all-reduce of a few numbers between k devices that compute for a
+                               millisecond between two of them, such as that of a BatchNorm's statistics
     ``reduce_seconds[k − 1]``  seconds per byte of gradients in an all-reduce between k devices
     """
 
@@ -138,6 +149,7 @@ class Node:
     concurrent: float
     speeds: tuple[float, ...] = ()
     sum_seconds: tuple[float, ...] = ()
+    exchange_seconds: tuple[float, ...] = ()
     reduce_seconds: tuple[float, ...] = ()
 
     def speed(self, computing: int) -> float:
@@ -196,7 +208,7 @@ class Cluster:
                 raise PlanError(
                     f"node {node.name}: speeds {node.speeds} must be above 0 and at most 1"
                 )
-            for key in ("sum_seconds", "reduce_seconds"):
+            for key in ("sum_seconds", "reduce_seconds", "exchange_seconds"):
                 if not all(0 <= seconds < float("inf") for seconds in getattr(node, key)):
                     raise PlanError(
                         f"node {node.name}: {key} {getattr(node, key)} must be finite and not below zero"
@@ -234,6 +246,7 @@ class Cluster:
                         devices=devices,
                         speeds=node.speeds[: len(devices)],
                         sum_seconds=node.sum_seconds[: len(devices)],
+                        exchange_seconds=node.exchange_seconds[: len(devices)],
                         reduce_seconds=node.reduce_seconds[: len(devices)],
                     )
                 )
@@ -267,11 +280,21 @@ class Cluster:
     def agreement_seconds(self, count: int) -> float:
         """Return the seconds of an all-reduce of a few numbers between the first ``count`` devices: the largest
         measurement of any of their nodes, or 0 if there is none."""
+        return self._largest(count, [node.sum_seconds for node in self.nodes])
+
+    def exchange_seconds(self, count: int) -> float:
+        """Return the seconds of one of many such all-reduces in close succession, between which the devices compute
+        little: at least the latencies of a ring."""
+        link = self.local if count <= len(self.nodes[0].devices) else self.remote
+        measured = self._largest(count, [node.exchange_seconds for node in self.nodes])
+        return max(2 * (count - 1) * link.latency_seconds, measured)
+
+    def _largest(self, count: int, measured: Sequence[tuple[float, ...]]) -> float:
         found = 0.0
-        for node in self.nodes:
-            here = min(count, len(node.devices), len(node.sum_seconds))
+        for node, seconds in zip(self.nodes, measured):
+            here = min(count, len(node.devices), len(seconds))
             if here > 0:
-                found = max(found, node.sum_seconds[here - 1])
+                found = max(found, seconds[here - 1])
             count -= len(node.devices)
         return found
 
@@ -282,15 +305,19 @@ class Cluster:
 
 
 def with_buckets(cluster: Cluster) -> Cluster:
-    """Return the cluster with gradient buckets whose size suits the slowest link between replicas.
+    """Return the cluster with gradient buckets whose size suits the slowest link between replicas, and with the seconds
+    of small all-reduces between replicas.
 
     The size is the bytes that this link carries in 16 times its latency, in whole MiB, but at least 4 MiB and at most
-    64 MiB.
+    64 MiB. A small all-reduce takes the measured seconds, or the latencies of a ring.
     """
     link = cluster.local if len(cluster.nodes) == 1 else cluster.remote
     mebibytes = int(_LATENCIES * link.latency_seconds * link.bytes_per_second) // 2**20
     size = max(LEAST_BUCKET_BYTES, min(MOST_BUCKET_BYTES, mebibytes * 2**20))
-    return cluster.with_devices(replace(each, bucket_bytes=size) for each in cluster.devices)
+    exchanges = tuple(cluster.exchange_seconds(n + 1) for n in range(len(cluster.devices)))
+    return cluster.with_devices(
+        replace(each, bucket_bytes=size, exchanges=exchanges) for each in cluster.devices
+    )
 
 
 def _check_device(name: str, device: Device) -> None:
@@ -312,6 +339,8 @@ def _check_device(name: str, device: Device) -> None:
             raise PlanError(
                 f"{name}: {key}={getattr(device, key)} must be a share from 0 to below 1"
             )
+    if not all(0 <= seconds < float("inf") for seconds in device.exchanges):
+        raise PlanError(f"{name}: exchanges={device.exchanges} must be finite and not below zero")
     if type(device.bucket_bytes) is not int or device.bucket_bytes < LEAST_BUCKET_BYTES:
         raise PlanError(
             f"{name}: bucket_bytes={device.bucket_bytes} must be whole and at least {LEAST_BUCKET_BYTES}"

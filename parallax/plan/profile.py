@@ -119,6 +119,10 @@ class BlockCost:
     ``skipped_seconds``  the part of a forward that recomputation omits, because recomputation ends when the last tensor
                          that the backward needs is computed
     ``offload_seconds``  the slowdown of forward and backward together if activations are offloaded, without waits
+    ``received_seconds`` the slowdown of forward and backward together in a stage after the first, which computes
+                         gradients of all inputs that it receives, also of those that need none
+    ``norms``            number of BatchNorms that compute statistics over the rows of all replicas
+    ``norm_seconds``     the slowdown of forward and backward together by such statistics, without their exchange
     ``moved``            bytes of saved activations that can be offloaded, per micro-batch in flight
     ``stays``            bytes saved for backward that are never offloaded: small tensors, casts of parameters
     ``by_loss``          bytes that the loss saves after the last block; they are resident under every directive
@@ -149,6 +153,9 @@ class BlockCost:
     split_seconds: Affine = NOTHING
     offload_seconds: Affine = NOTHING
     skipped_seconds: Affine = NOTHING
+    received_seconds: Affine = NOTHING
+    norms: int = 0
+    norm_seconds: Affine = NOTHING
     moved: Affine
     stays: Affine = NOTHING
     by_loss: Affine = NOTHING

@@ -458,6 +458,7 @@ def profile_run(config: RunConfig, progress: Callable[[str], None]) -> ModelProf
         precision=config.precision,
         swap=config.swap,
         gather_loss=config.trainer.gather_loss,
+        shared_norms=config.replicas.shares_norms,
         name=config.model.name,
         progress=progress,
     )
@@ -474,6 +475,7 @@ def remember_run_profile(profile: ModelProfile, config: RunConfig) -> Path:
         precision=config.precision,
         swap=config.swap,
         gather_loss=config.trainer.gather_loss,
+        shared_norms=config.replicas.shares_norms,
     )
 
 

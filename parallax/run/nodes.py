@@ -191,6 +191,7 @@ def _weakest(index: int, offers: Sequence[_Offer]) -> Node:
         speeds=tuple(map(min, zip(*(each.speeds for each in same)))),
         sum_seconds=tuple(map(max, zip(*(each.sum_seconds for each in same)))),
         reduce_seconds=tuple(map(max, zip(*(each.reduce_seconds for each in same)))),
+        exchange_seconds=tuple(map(max, zip(*(each.exchange_seconds for each in same)))),
     )
 
 

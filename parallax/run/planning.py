@@ -152,6 +152,7 @@ def plan_model(
         precision=precision,
         swap=swap,
         gather_loss=gather_loss,
+        shared_norms=replicas is not None and replicas.shares_norms,
         name=name,
         scratch=scratch,
         progress=progress,
@@ -285,13 +286,17 @@ def measure_model(
     precision: PrecisionConfig | None = None,
     swap: SwapConfig | None = None,
     gather_loss: bool = False,
+    shared_norms: bool = False,
     name: str = "model",
     scratch: Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> ModelProfile:
     """Return the profile of ``chain``, measured on the devices of ``choice`` with the first rows of ``batch``.
-    ``gather_loss``: measure the loss once over all rows of the batch. ``scratch``: the folder of swap files."""
-    conditions = _conditions(chain, batch, choice, precision, swap, gather_loss, scratch)
+    ``gather_loss``: measure the loss once over all rows of the batch. ``shared_norms``: replicas share the statistics
+    of BatchNorms. ``scratch``: the folder of swap files."""
+    conditions = _conditions(
+        chain, batch, choice, precision, swap, gather_loss, shared_norms, scratch
+    )
     found = measure(chain, loss, **conditions, name=name, progress=progress)
     return dataclasses.replace(found, reads=tuple(block.reads for block in chain.blocks))
 
@@ -306,11 +311,14 @@ def remember_profile(
     precision: PrecisionConfig,
     swap: SwapConfig,
     gather_loss: bool,
+    shared_norms: bool,
 ) -> Path:
     """Cache ``profile``, so that :func:`measure_model` with the same other arguments returns it. Return the cache
     file."""
     path = profile_path(
-        chain, loss, **_conditions(chain, batch, choice, precision, swap, gather_loss)
+        chain,
+        loss,
+        **_conditions(chain, batch, choice, precision, swap, gather_loss, shared_norms),
     )
     store_cached(profile, path)
     return path
@@ -323,6 +331,7 @@ def _conditions(
     precision: PrecisionConfig | None,
     swap: SwapConfig | None,
     gather_loss: bool,
+    shared_norms: bool,
     scratch: Path | None = None,
 ) -> dict[str, Any]:
     """Return the keyword arguments of :func:`~parallax.model.profiling.measure.measure`, except model and loss."""
@@ -338,6 +347,7 @@ def _conditions(
         "minimum_bytes": (swap or SwapConfig()).smallest_bytes(choice.kind),
         "offloader": _offloader(choice, swap or SwapConfig(), scratch),
         "gathered": len(batch) if gather_loss else 0,
+        "shared_norms": shared_norms,
     }
 
 

@@ -61,32 +61,17 @@ class BatchNorms:
 
         ``compiled``: the block is compiled. BatchNorms that communicate are then excluded from compilation.
         """
-        found: list[nn.Module] = [
-            module for module in block.modules() if isinstance(module, _KINDS)
-        ]
+        found = _norms_in(block)
         if not found:
             return
         self._modules_by_block[place] = found
         for module in found:
-            # SyncBatchNorm's own forward would wait for ranks of other stages.
-            plain = (
-                nn.BatchNorm2d.forward.__get__(module)
-                if isinstance(module, nn.SyncBatchNorm)
-                else module.forward
-            )
-            module.forward = plain
+            module.forward = _plain_forward(module)
             if self._mode == "sync" and self._mesh is not None:
-                module.forward = self._synchronised(module.forward)
+                module.forward = _synchronised(module.forward, lambda: self._participants)
                 if compiled:  # not otherwise, because this imports dynamo, which takes seconds
                     module.forward = torch.compiler.disable(module.forward)
         self.freeze_statistics()
-
-    def _synchronised(self, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        def run(x: Tensor) -> Tensor:
-            with _Synchronising(self._participants):
-                return forward(x)
-
-        return run
 
     def freeze_statistics(self) -> None:
         """In mode ``frozen``, set the BatchNorms to evaluation mode. Call this after ``train()``."""
@@ -202,6 +187,38 @@ class BatchNorms:
 
     def _modules(self) -> Iterator[nn.Module]:
         return (module for modules in self._modules_by_block.values() for module in modules)
+
+
+def share_alone(block: nn.Module) -> int:
+    """Let the BatchNorms in ``block`` compute statistics as replicas that share them do, without other replicas.
+
+    Return the number of these BatchNorms.
+    """
+    found, alone = _norms_in(block), _Participants(None, 0, 1)
+    for module in found:
+        module.forward = _synchronised(_plain_forward(module), lambda: alone)
+    return len(found)
+
+
+def _norms_in(block: nn.Module) -> list[nn.Module]:
+    return [module for module in block.modules() if isinstance(module, _KINDS)]
+
+
+def _plain_forward(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    # SyncBatchNorm's own forward would wait for ranks of other stages.
+    if isinstance(module, nn.SyncBatchNorm):
+        return nn.BatchNorm2d.forward.__get__(module)
+    return module.forward
+
+
+def _synchronised(
+    forward: Callable[[Tensor], Tensor], participants: Callable[[], _Participants]
+) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        with _Synchronising(participants()):
+            return forward(x)
+
+    return run
 
 
 def _statistic(module: nn.Module, name: str) -> Tensor | None:

@@ -118,7 +118,10 @@ def cost_key(module: nn.Module, inputs: tuple[Tensor, ...]) -> str:
         f"{name}{tuple(tensor.shape)}{'' if _is_trained(tensor) else ' frozen'}"
         for name, tensor in module.state_dict(keep_vars=True).items()
     ]
-    entering = [f"{tensor.dtype}{tuple(tensor.shape)}" for tensor in inputs]
+    entering = [
+        f"{tensor.dtype}{tuple(tensor.shape)}{' in graph' if tensor.requires_grad else ''}"
+        for tensor in inputs
+    ]
     return "|".join([module_repr(module) or f"no other than {id(module)}", *shapes, *entering])
 
 

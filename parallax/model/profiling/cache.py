@@ -22,7 +22,7 @@ from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.offloads import Offloader
 from parallax.plan.profile import ModelProfile
 
-CACHE_VERSION = 14  # version of the measurement; profiles of another version are measured again
+CACHE_VERSION = 15  # version of the measurement; profiles of another version are measured again
 Sample = Callable[[int], tuple[tuple[Tensor, ...], Tensor]]
 
 
@@ -37,6 +37,7 @@ def profile_path(
     minimum_bytes: int,
     offloader: Offloader | None = None,
     gathered: int = 0,
+    shared_norms: bool = False,
 ) -> Path:
     """Return the cache file that :func:`~parallax.model.profiling.measure.measure` uses for the same arguments."""
     inputs, _ = sample(1)
@@ -51,6 +52,7 @@ def profile_path(
         torch.get_num_threads(),
         offloader.tier if offloader else "none",
         _loss_name(loss),
+        *(["norms over replicas"] if shared_norms else []),
         *([f"the loss of {gathered} rows"] if gathered else []),
     ]
     key = hashlib.sha256(json.dumps([*what, sorted(rows), shapes]).encode()).hexdigest()[:16]

@@ -2,6 +2,8 @@
 
 Blocks with equal structure, parameter shapes and inputs are measured once. A block is measured at several numbers of
 rows, of which the smallest is usually one. Its passes are timed twice, some time apart, and the shorter time counts.
+For larger numbers of rows only the seconds of forward and backward are measured, in few repetitions: libraries choose
+kernels by the number of rows, so seconds of few rows do not predict those of many, while bytes do.
 The backward is measured as a whole, and split into B and W pass (:mod:`parallax.model.split_backward`) for schedules
 with separate weight-gradient passes. Results are cached by model, device and library versions, so only the first run of
 a model takes this time.
@@ -10,15 +12,15 @@ a model takes this time.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +32,11 @@ from parallax.machine.host import (
     RETURNED_BYTES,
     fresh_memory_seconds,
     huge_page_variables,
+    trim_freed_memory,
 )
 from parallax.model.block import can_require_grad, tensors_in, to_device, with_own_storage
 from parallax.model.describe import Chain, as_tuple
+from parallax.model.layers.norms import share_alone
 from parallax.model.losses import call_loss
 from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
@@ -68,9 +72,14 @@ _REPEATS = (3, 15)
 # cost of larger ones.
 _CHEAP_SECONDS = 0.2
 _ALWAYS = 3  # numbers of rows that are measured at any cost, if they fit the device
+_MOST_SECONDS = 2.0  # of all distinct blocks at larger numbers of rows, which are only timed
+_RUNS = 2  # at these numbers of rows, after a warm-up
 _measured_here: set[Path] = set()  # cache files of profiles that this process has measured
 _FREEING_DOUBLINGS = 13  # of rows, up to which the slowdown of fresh memory is computed
 _GROWN = 1.5  # ratio for twice the rows; below it, costs that do not depend on rows dominate, such as reading weights
+
+
+_Each = TypeVar("_Each", bound="_Measured | _Timed")
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,22 @@ class _Measured:
     flops: float = 0.0
     skipped_seconds: float = 0.0
     offload_seconds: float | None = None  # measured at the two largest numbers of rows only
+    received_seconds: float = 0.0
+    norm_seconds: float = 0.0
+    norms: int = 0
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """The seconds of one block's forward and backward, at a number of rows at which nothing else was measured.
+
+    ``outputs``: the block's output tensors.
+    """
+
+    rows: int
+    forward_seconds: float
+    backward_seconds: float
+    outputs: tuple[Tensor, ...] = ()
 
 
 def measure(
@@ -119,23 +144,25 @@ def measure(
     name: str = "model",
     offloader: Offloader | None = None,
     gathered: int = 0,
+    shared_norms: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> ModelProfile:
     """Return the profile of ``chain``, with ``name`` as the model's name.
 
     ``sample(n)`` returns inputs and targets of n rows, and ``rows`` lists candidates for n. The three smallest are
     always measured. Larger ones are measured as long as the blocks take little time, or hardly more than for fewer
-    rows. Costs for other numbers of rows are interpolated, or extrapolated linearly.
+    rows. The next ones are only timed, as long as all blocks take a few seconds. Costs for other numbers of rows are
+    interpolated, or extrapolated linearly.
 
     Saved tensors of less than ``minimum_bytes`` count as not offloadable. The loss is measured with the last block. If
     the loss is computed over the whole batch, ``gathered`` is the number of rows of the batch; otherwise it is 0. Such
     a loss is measured separately, on these rows, because its cost may be non-linear (that of all pairs of rows grows
-    quadratically). ``offloader`` offloads as in a run; None: the run does not offload. If a cached profile was measured
-    on a busy machine, it is measured again, once in this process. Raises :class:`DescribeError` if a block does not
-    accept the outputs of the one before it.
+    quadratically). ``offloader`` offloads as in a run; None: the run does not offload. ``shared_norms``: replicas share
+    the statistics of BatchNorms. If a cached profile was measured on a busy machine, it is measured again, once in this
+    process. Raises :class:`DescribeError` if a block does not accept the outputs of the one before it.
     """
     how: dict[str, Any] = {"precision": precision, "offloader": offloader}
-    how |= {"minimum_bytes": minimum_bytes, "gathered": gathered}
+    how |= {"minimum_bytes": minimum_bytes, "gathered": gathered, "shared_norms": shared_norms}
     path, ended = (
         profile_path(chain, loss, sample, each, device=device, **how) for each in (rows, ())
     )
@@ -148,21 +175,31 @@ def measure(
     with private_random_state(device), precision.products():
         within = not gathered
         bench = _Bench(
-            chain, loss, device, precision, minimum_bytes, offloader, progress, with_loss=within
+            chain,
+            loss,
+            device,
+            precision,
+            minimum_bytes,
+            offloader,
+            progress,
+            with_loss=within,
+            shared_norms=shared_norms,
         )
         found = bench.rounds(sample, sorted(set(rows)))
+        timed = bench.timed(sample, sorted(n for n in set(rows) if n > found[-1][0].rows), found)
         whole = NO_LOSS
         if gathered:
             low, high = (found * 2)[-2:]
             with _fitting("the loss", gathered, "use a smaller trainer.global_batch"):
                 whole = bench.whole_loss(gathered, low[-1], high[-1], sample(gathered)[1])
-    profile = _profile_of(chain, name, device, precision, found, whole)
+    profile = _profile_of(chain, name, device, precision, found, timed, whole)
     profile = replace(profile, disturbance=round(bench.noise.disturbance, 3))
+    trim_freed_memory()  # of the blocks, which this process has kept
     _measured_here.add(path)
     if known is not None and known.disturbance < profile.disturbance:
         return known  # measured again, but the machine was even busier
     store_cached(profile, path)
-    if len(found) < len(set(rows)):
+    if len(found) + len(timed) < len(set(rows)):
         store_cached(profile, ended)
         _measured_here.add(ended)
     return profile
@@ -205,20 +242,23 @@ def _profile_of(
     device: torch.device,
     precision: PrecisionConfig,
     found: Sequence[Sequence[_Measured]],
+    timed: Sequence[Sequence[_Timed]],
     whole: BatchLoss,
 ) -> ModelProfile:
     how, on = recipe(str(precision)), device_name(device)
     threads = torch.get_num_threads()
-    peak, source = peak_flops(device, on, precision.compute)
+    peak, source = peak_flops(
+        device, on, precision.compute, max(map(_rate, itertools.chain(*found)))
+    )
     return ModelProfile(
         model=name,
         fingerprint=chain.fingerprint(),
         device=f"{on}, {threads} thread{'s' * (threads > 1)}",
         precision=str(precision),
         blocks=(
-            *(_cost(chain, i, found) for i in range(len(chain.blocks) - 1)),
+            *(_cost(chain, i, found, timed) for i in range(len(chain.blocks) - 1)),
             replace(
-                _cost(chain, -1, found),
+                _cost(chain, -1, found, timed),
                 gathered_bytes=whole.outputs,
                 gathered_work=whole.work,
                 gathered_seconds=whole.seconds,
@@ -235,6 +275,11 @@ def _profile_of(
         peak_source=source,
         freeing_slowdown=_freeing_slowdown(device, found[min(2, len(found) - 1)]),
     )
+
+
+def _rate(block: _Measured) -> float:
+    """Return the operations per second of a block's forward and backward."""
+    return block.flops / max(block.forward_seconds + block.backward_seconds, 1e-9)
 
 
 def _freeing_slowdown(device: torch.device, blocks: Sequence[_Measured]) -> tuple[float, ...]:
@@ -266,7 +311,8 @@ def _freeing_slowdown(device: torch.device, blocks: Sequence[_Measured]) -> tupl
 class _Bench:
     """Measures the blocks of a chain in order. Blocks of equal cost are measured once.
 
-    ``with_loss``: the loss is measured with the last block. The other arguments are those of :func:`measure`.
+    ``with_loss``: the loss is measured with the last block. ``shared_norms``: the cost of statistics of BatchNorms that
+    replicas share is measured. The other arguments are those of :func:`measure`.
     """
 
     def __init__(
@@ -280,12 +326,13 @@ class _Bench:
         progress: Callable[[str], None],
         *,
         with_loss: bool = True,
+        shared_norms: bool = False,
     ) -> None:
         self._chain, self._loss, self._device, self._offloader = chain, loss, device, offloader
         self._precision, self._minimum, self._progress = precision, minimum_bytes, progress
         self._clock = Clock(device)
         self.noise = NoiseMeter(device, self._clock)
-        self._with_loss = with_loss
+        self._with_loss, self._shared_norms = with_loss, shared_norms
 
     def run(self, rows: int, inputs: tuple[Tensor, ...], targets: Any) -> list[_Measured]:
         """Return the measurements of every block with ``rows`` rows.
@@ -293,18 +340,36 @@ class _Bench:
         The outputs of each block are the inputs of the next one.
         """
 
-        def find(index: int, entering: tuple[Tensor, ...], last: bool) -> _Measured:
+        return self._visit(
+            "measuring",
+            rows,
+            inputs,
+            targets,
+            lambda index, entering, aims: self._measured(index, rows, entering, aims),
+        )
+
+    def _visit(
+        self,
+        doing: str,
+        rows: int,
+        inputs: tuple[Tensor, ...],
+        targets: Any,
+        find: Callable[[int, tuple[Tensor, ...], Any], _Each],
+    ) -> list[_Each]:
+        """Return ``find(index, inputs, targets)`` for every block. ``doing``: a word for the progress."""
+
+        def visit(index: int, entering: tuple[Tensor, ...], last: bool) -> _Each:
             name, count = self._chain.blocks[index].name, len(self._chain.blocks)
-            self._progress(f"measuring block {index + 1} of {count} ({name}), {rows} row(s)")
+            self._progress(f"{doing} block {index + 1} of {count} ({name}), {rows} row(s)")
             aims = (
                 with_own_storage(to_device(targets, self._device))
                 if last and self._with_loss
                 else None
             )
             with self._fitting_block(index, rows):
-                return self._measured(index, rows, entering, aims)
+                return find(index, entering, aims)
 
-        return block_by_block(self._chain, with_own_storage(to_device(inputs, self._device)), find)
+        return block_by_block(self._chain, with_own_storage(to_device(inputs, self._device)), visit)
 
     def rounds(self, sample: Sample, rows: Sequence[int]) -> list[list[_Measured]]:
         """Return the measurements of every block, for each number in ``rows`` that :func:`measure` selects.
@@ -349,20 +414,46 @@ class _Bench:
         the slowdown by offloading.
         """
 
-        def find(index: int, entering: tuple[Tensor, ...], last: bool) -> _Measured:
-            name, count = self._chain.blocks[index].name, len(self._chain.blocks)
-            self._progress(f"timing block {index + 1} of {count} ({name}) again, {rows} row(s)")
-            aims = (
-                with_own_storage(to_device(targets, self._device))
-                if last and self._with_loss
-                else None
-            )
-            with self._fitting_block(index, rows):
-                return self._timed_again(index, entering, aims, known[index], offload)
+        return self._visit(
+            "timing again",
+            rows,
+            inputs,
+            targets,
+            lambda index, entering, aims: self._timed_again(
+                index, entering, aims, known[index], offload
+            ),
+        )
 
-        return block_by_block(self._chain, with_own_storage(to_device(inputs, self._device)), find)
+    def timed(
+        self, sample: Sample, rows: Sequence[int], known: Sequence[Sequence[_Measured]]
+    ) -> list[list[_Timed]]:
+        """Return the seconds of every block for each number in ``rows``, in increasing order, for which all distinct
+        blocks take at most about :data:`_MOST_SECONDS`. ``known``: the measurements of fewer rows."""
+        found: list[list[_Timed]] = []
+        last, seconds = known[-1][0].rows, self._distinct_seconds(known[-1])
+        for n in rows:
+            if seconds * n / last > _MOST_SECONDS:
+                break
+            try:
+                blocks = self._visit("timing", n, *sample(n), partial(self._timed, n))
+            except _TooLarge:
+                break
+            last, seconds = n, self._distinct_seconds(blocks)
+            found.append([replace(block, outputs=()) for block in blocks])
+        return found
 
-    def _distinct_seconds(self, blocks: Sequence[_Measured]) -> float:
+    def _timed(self, rows: int, index: int, inputs: tuple[Tensor, ...], targets: Any) -> _Timed:
+        block, passes = self._passes(index, inputs, targets)
+        outputs = self.forward(block, passes.enter(), None)
+        _, forward, backward = self._few_seconds(passes)
+        return _Timed(
+            rows=rows,
+            forward_seconds=forward,
+            backward_seconds=backward,
+            outputs=tuple(t.detach().requires_grad_(t.requires_grad) for t in outputs),
+        )
+
+    def _distinct_seconds(self, blocks: Sequence[_Measured] | Sequence[_Timed]) -> float:
         distinct = {id(block): block for block in blocks}.values()
         return sum(block.forward_seconds + block.backward_seconds for block in distinct)
 
@@ -380,23 +471,37 @@ class _Bench:
         """
         (block,) = materialise(self._chain, index, index + 1, self._device)
         leaves = tuple(
-            tensor.detach().requires_grad_(index > 0 and can_require_grad(tensor))
-            for tensor in inputs
+            tensor.detach().requires_grad_(index > 0 and tensor.requires_grad) for tensor in inputs
         )
         for parameter in block.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
         return block, BlockPasses(self, self._device, block, leaves, targets)
 
+    def _received(
+        self, index: int, block: nn.Module, passes: BlockPasses, targets: Any
+    ) -> BlockPasses:
+        """Return ``passes`` of ``block`` as in a stage after the first, which receives its inputs: they all need
+        gradients, also those that do not depend on parameters."""
+        leaves = passes.leaves
+        needed = [index > 0 and can_require_grad(leaf) for leaf in leaves]
+        if needed == [leaf.requires_grad for leaf in leaves]:
+            return passes
+        received = tuple(leaf.detach().requires_grad_(needs) for leaf, needs in zip(leaves, needed))
+        return BlockPasses(self, self._device, block, received, targets)
+
     def _measured(
         self, index: int, rows: int, inputs: tuple[Tensor, ...], targets: Any
     ) -> _Measured:
-        block, passes = self._passes(index, inputs, targets)
-        outputs = self.forward(block, passes.enter(), None)
+        block, own = self._passes(index, inputs, targets)
+        outputs = self.forward(block, own.enter(), None)
+        times = self._times(own)
+        passes = self._received(index, block, own, targets)  # which saves the most
         moved, stays, by_loss, new = self._saved(block, passes.enter(), targets)
-        times = self._times(passes)
         _, forward, backward = self._allocations(passes.enter, passes.forward, passes.backward)
-        arriving = sum(tensor.nbytes for tensor in outputs if tensor.requires_grad)
+        sent = outputs if passes is own else self.forward(block, passes.enter(), None)
+        arriving = sum(tensor.nbytes for tensor in sent if tensor.requires_grad)
+        del sent
         if targets is not None:
             arriving = 0  # the backward starts at the loss
         # The inputs stay alive until the W pass.
@@ -404,10 +509,11 @@ class _Bench:
             passes.enter_and_split, passes.input_gradient_pass, passes.weight_gradient_pass
         )
         with FlopMeter() as meter:
-            passes.backward(passes.forward(passes.enter()))
+            own.backward(own.forward(own.enter()))
         return _Measured(
             rows=rows,
             **times,
+            norms=0,
             flops=meter.flops,
             moved=moved,
             stays=stays,
@@ -433,8 +539,43 @@ class _Bench:
         block, passes = self._passes(index, inputs, targets)
         times = {name: min(t, getattr(known, name)) for name, t in self._times(passes).items()}
         skipped = min(times["forward_seconds"], self._skipped_seconds(passes))
-        offloading = self._offload_seconds(block, known.moved, passes) if offload else None
-        return replace(known, **times, skipped_seconds=skipped, offload_seconds=offloading)
+        received = self._received(index, block, passes, targets)
+        offloading = self._offload_seconds(block, known.moved, received) if offload else None
+        whole = times["forward_seconds"] + times["backward_seconds"]
+        more = 0.0 if received is passes else sum(self._few_seconds(received)[1:]) - whole
+        norms, slower = self._norm_costs(block, passes, whole) if self._shared_norms else (0, 0.0)
+        return replace(
+            known,
+            **times,
+            skipped_seconds=skipped,
+            offload_seconds=offloading,
+            received_seconds=max(0.0, more),
+            norms=norms,
+            norm_seconds=slower,
+        )
+
+    def _norm_costs(
+        self, block: nn.Module, passes: BlockPasses, seconds: float
+    ) -> tuple[int, float]:
+        """Return the number of BatchNorms in ``block``, and the seconds by which statistics that replicas share slow
+        down a forward and a backward together, without the exchange of these statistics.
+
+        ``seconds``: those of both without such statistics. The BatchNorms of ``block`` are changed.
+        """
+        norms = share_alone(block)
+        if not norms:
+            return 0, 0.0
+        _, *shared = self._few_seconds(passes)
+        return norms, max(0.0, sum(shared) - seconds)
+
+    def _few_seconds(self, passes: BlockPasses) -> list[float]:
+        """Return the least seconds of new inputs, of a forward and of a backward, in few repetitions."""
+        with self.noise.timed_part():
+            runs = [
+                self._seconds(passes.enter, passes.forward, passes.backward)
+                for _ in range(1 + _RUNS)
+            ]
+        return [min(column) for column in zip(*runs[1:])]
 
     def _times(self, passes: BlockPasses) -> dict[str, float]:
         """Return {field of :class:`_Measured`: seconds} for a block's forward and backward, as a whole and split."""
@@ -578,21 +719,24 @@ class _Bench:
             return self._typical_seconds(passes)
 
     def _typical_seconds(self, passes: Sequence[Callable[[Any], Any]]) -> list[float]:
-        clock = self._clock
         times: list[list[float]] = []
         begun = time.perf_counter()
         while len(times) <= _REPEATS[0] or (
             len(times) <= _REPEATS[1] and time.perf_counter() - begun < SECONDS_PER_BLOCK
         ):
-            found, seconds = None, []
-            for each in passes:
-                clock.evict_caches()
-                start = clock.now()
-                found = each(found)
-                seconds.append(clock.now() - start)
-            times.append(seconds)
-        typical = statistics.median if clock.undisturbed else _quartile
+            times.append(self._seconds(*passes))
+        typical = statistics.median if self._clock.undisturbed else _quartile
         return [typical(list(column)) for column in zip(*times[1:])]
+
+    def _seconds(self, *passes: Callable[[Any], Any]) -> list[float]:
+        """Run ``passes`` once, and return the seconds of each of them."""
+        found, seconds = None, []
+        for each in passes:
+            self._clock.evict_caches()
+            start = self._clock.now()
+            found = each(found)
+            seconds.append(self._clock.now() - start)
+        return seconds
 
     def _allocations(self, *passes: Callable[[Any], Any]) -> list[Allocations]:
         results: list[Any] = [None]
@@ -603,16 +747,37 @@ class _Bench:
         return [measure_allocations(self._device, partial(run, each)) for each in passes]
 
 
+def _at_more_rows(field: str, known: _Measured, timed: Sequence[_Timed]) -> list[tuple[int, float]]:
+    """Return (rows, value) of ``field`` for each of ``timed``, if it follows from their seconds.
+
+    Weight gradients are as large a part of a backward as in ``known``, the measurement of fewer rows.
+    """
+    if field == "weight_seconds":
+        share = known.weight_seconds / max(known.backward_seconds, 1e-12)
+        return [(block.rows, share * block.backward_seconds) for block in timed]
+    if field in ("forward_seconds", "backward_seconds"):
+        return [(block.rows, getattr(block, field)) for block in timed]
+    return []
+
+
 def _quartile(seconds: list[float]) -> float:
     return statistics.quantiles(seconds, n=4, method="inclusive")[0]
 
 
-def _cost(chain: Chain, index: int, found: Sequence[Sequence[_Measured]]) -> BlockCost:
+def _cost(
+    chain: Chain,
+    index: int,
+    found: Sequence[Sequence[_Measured]],
+    timed: Sequence[Sequence[_Timed]],
+) -> BlockCost:
     def cost(field: str) -> Affine:
         each = [(blocks[index].rows, getattr(blocks[index], field)) for blocks in found]
         known = [(rows, value) for rows, value in each if value is not None]
+        known += _at_more_rows(field, found[-1][index], [blocks[index] for blocks in timed])
         if field.endswith("seconds"):  # a decrease with more rows is noise
-            known = list(zip([rows for rows, _ in known], accumulate([y for _, y in known], max)))
+            known = list(
+                zip([rows for rows, _ in known], itertools.accumulate([y for _, y in known], max))
+            )
         return Affine.measured(known)
 
     return BlockCost(
@@ -625,6 +790,9 @@ def _cost(chain: Chain, index: int, found: Sequence[Sequence[_Measured]]) -> Blo
         split_seconds=cost("split_seconds"),
         offload_seconds=cost("offload_seconds"),
         skipped_seconds=cost("skipped_seconds"),
+        received_seconds=cost("received_seconds"),
+        norms=found[-1][index].norms,
+        norm_seconds=cost("norm_seconds"),
         moved=cost("moved"),
         stays=cost("stays"),
         by_loss=cost("by_loss"),

@@ -32,12 +32,16 @@ def known_kind(name: str) -> DeviceKind | None:
     return None
 
 
-def peak_flops(device: torch.device, name: str, compute: str) -> tuple[float, str]:
+def peak_flops(
+    device: torch.device, name: str, compute: str, fastest_block: float = 0.0
+) -> tuple[float, str]:
     """Return the peak operations per second of matrix products in the number format ``compute``, and a text on its
     source.
 
-    The peak is from the data sheet of the device called ``name`` or, if there is none, of the fastest of some products
-    that are timed here.
+    The peak is from the data sheet of the device called ``name``. If there is none, it is that of the fastest of some
+    products that are timed here, but at least ``fastest_block``, the rate of the model's fastest block: convolutions
+    may be faster than products, and the products, timed within a tenth of a second, may meet a slow moment of the
+    machine.
     """
     if device.type != "cpu" and (kind := known_kind(name)) is not None:
         return kind.peak(compute), f"the data sheet of {kind.name.split('-')[0]} in {compute}"
@@ -46,6 +50,8 @@ def peak_flops(device: torch.device, name: str, compute: str) -> tuple[float, st
         for size in (_LARGE_SIZES if device.type in _LARGE else _SIZES)
     )
     threads = f" on {plural(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else ""
+    if fastest_block > flops:
+        return fastest_block, f"the model's fastest block measured here{threads}, in {compute}"
     return flops, f"the fastest {compute} matrix product measured here{threads}"
 
 

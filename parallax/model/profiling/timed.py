@@ -45,7 +45,8 @@ class BlockPasses:
         leaves: Tensors,
         targets: Any,
     ) -> None:
-        self._bench, self._block, self._leaves, self._targets = bench, block, leaves, targets
+        self._bench, self._block, self._targets = bench, block, targets
+        self.leaves = leaves
         self._device = device
         self._anchor = torch.zeros((), device=self._device, requires_grad=True)
 
@@ -53,7 +54,7 @@ class BlockPasses:
         """Return new inputs for a forward, which the forward may change in place."""
         return tuple(
             leaf + self._anchor.to(leaf.dtype) if leaf.requires_grad else leaf
-            for leaf in self._leaves
+            for leaf in self.leaves
         )
 
     def forward(self, entering: Tensors) -> Tensors:
@@ -65,7 +66,7 @@ class BlockPasses:
         if roots:
             ones = [torch.ones_like(root) for root in roots]
             torch.autograd.backward(roots, ones if self._targets is None else None)
-        for leaf in (*self._leaves, self._anchor):
+        for leaf in (*self.leaves, self._anchor):
             leaf.grad = None
 
     def offloaded(self, saving: Saving) -> Tensors:

@@ -22,12 +22,14 @@ class Pass:
     """A part of a pass: consecutive blocks that compute without interruption.
 
     ``block`` is the block whose activations are offloaded after this part of a forward, or prefetched before this part
-    of a backward; −1 if there is none. ``moved`` is the bytes of these activations.
+    of a backward; −1 if there is none. ``moved`` is the bytes of these activations. ``exchange`` is the part of
+    ``seconds`` in which the rank waits for statistics of other replicas.
     """
 
     seconds: float
     block: int = -1
     moved: int = 0
+    exchange: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,27 +125,32 @@ class Passes:
 
         Each part except the last ends with a block that is offloaded.
         """
-        runs, seconds = [], 0.0
+        runs, seconds, exchange = [], 0.0, 0.0
         for index, block in enumerate(self.load.blocks):
             seconds += block.forward_seconds
+            exchange += block.forward_exchange
             if block.moved_bytes > 0:
-                runs.append(Pass(seconds, index, block.moved_bytes))
-                seconds = 0.0
-        return (*runs, Pass(seconds))
+                runs.append(Pass(seconds, index, block.moved_bytes, exchange))
+                seconds = exchange = 0.0
+        return (*runs, Pass(seconds, exchange=exchange))
 
     @cached_property
     def backward(self) -> tuple[Pass, ...]:
         """Return a backward as parts of consecutive blocks. Each offloaded block is a separate part."""
-        runs, seconds = [], 0.0
+        runs, seconds, exchange = [], 0.0, 0.0
         for index, block in reversed(list(enumerate(self.load.blocks))):
             if block.moved_bytes > 0:
-                runs += [Pass(seconds), Pass(block.backward_seconds, index, block.moved_bytes)]
-                seconds = 0.0
+                mine = Pass(
+                    block.backward_seconds, index, block.moved_bytes, block.backward_exchange
+                )
+                runs += [Pass(seconds, exchange=exchange), mine]
+                seconds = exchange = 0.0
             else:
+                exchange += block.backward_exchange
                 seconds += block.backward_seconds - (
                     block.weight_seconds if self._later(index) else 0.0
                 )
-        return (*runs, Pass(seconds))
+        return (*runs, Pass(seconds, exchange=exchange))
 
     @cached_property
     def rises(self) -> dict[Kind, Rise]:

@@ -40,6 +40,8 @@ class BlockLoad:
     ``moved_bytes``        saved activations that are offloaded
     ``forward_work``       workspace of the forward
     ``backward_work``      workspace of the backward
+    ``forward_exchange``   the part of ``forward_seconds`` that waits for statistics of other replicas
+    ``backward_exchange``  the part of ``backward_seconds`` that waits for them
     ``deferred_bytes``     bytes held between the input-gradient and the weight-gradient pass, in place of
                            ``kept_bytes``
     ``trained_bytes``      bytes of the block's trained parameters
@@ -56,6 +58,8 @@ class BlockLoad:
     backward_work: int
     deferred_bytes: int = 0
     trained_bytes: int = 0
+    forward_exchange: float = 0.0
+    backward_exchange: float = 0.0
 
     @property
     def held_bytes(self) -> int:
@@ -237,15 +241,32 @@ def passing_bytes(terms: dict[str, int]) -> int:
 
 
 def load_block(
-    cost: BlockCost, directive: Directive, rows: float, *, speed: float = 1.0, split: bool = False
+    cost: BlockCost,
+    directive: Directive,
+    rows: float,
+    *,
+    speed: float = 1.0,
+    split: bool = False,
+    received: bool = False,
+    exchange_seconds: float | None = None,
 ) -> BlockLoad:
     """Return the cost of one block under one directive, on a device with ``speed`` relative to the profile's device.
 
-    With ``split`` backwards, a block that keeps its activations has a separate weight-gradient pass.
+    With ``split`` backwards, a block that keeps its activations has a separate weight-gradient pass. ``received``: the
+    block's stage is not the first. ``exchange_seconds``: the seconds of an exchange of a few numbers between the
+    replicas of the block, which each BatchNorm with statistics over all of them needs in each pass; None: there are no
+    replicas.
     """
     saved, stays = math.ceil(cost.moved.at(rows)), math.ceil(cost.stays.at(rows))
     forward = cost.forward_seconds.at(rows) / speed
     backward = cost.backward_seconds.at(rows) / speed
+    if received:
+        backward += cost.received_seconds.at(rows) / speed
+    exchange = 0.0
+    if cost.norms and exchange_seconds is not None:
+        exchange = cost.norms * exchange_seconds
+        slower = cost.norm_seconds.at(rows) / speed / 2 + exchange
+        forward, backward = forward + slower, backward + slower
     kept, moved, again = saved + stays, 0, 0.0
     forward_work = math.ceil(cost.forward_work.at(rows) + cost.output.at(rows))
     backward_work = math.ceil(cost.backward_work.at(rows) + cost.output.at(rows))
@@ -284,6 +305,8 @@ def load_block(
         backward_work=backward_work,
         deferred_bytes=deferred,
         trained_bytes=cost.parameter_bytes - cost.frozen_bytes,
+        forward_exchange=exchange,
+        backward_exchange=exchange * (2 if again else 1),
     )
 
 
@@ -335,7 +358,15 @@ def load_stage(
         input_bytes=entering,
         output_bytes=leaving,
         blocks=tuple(
-            load_block(cost, directive, rows, speed=device.speed, split=split)
+            load_block(
+                cost,
+                directive,
+                rows,
+                speed=device.speed,
+                split=split,
+                received=start > 0,
+                exchange_seconds=device.exchange_seconds(replicas),
+            )
             for cost, directive in zip(costs, directives)
         ),
         gathered_bytes=costs[-1].gathered_bytes,

@@ -285,11 +285,11 @@ class ExactStageFitter:
             choice = self._evaluate(start, (Directive.KEEP,) * (stop - start), where, offload)
             if choice is not None:
                 return choice
-        kinds = self._kinds[start:stop]
-        lean = self._leanest(kinds, where.rows, where.split)
+        kinds, exchange = self._kinds[start:stop], self._exchange_seconds(where)
+        lean = self._leanest(kinds, where.rows, where.split, exchange)
         if not self._fits(lean, start, stop, where, offload).any():
             return None
-        front = self._front(kinds, where.rows, where.split)
+        front = self._front(kinds, where.rows, where.split, exchange)
         self.exact &= front.exact
         # A truncated front may have lost the only choice that fits.
         for choices in (front, lean):
@@ -322,11 +322,11 @@ class ExactStageFitter:
     def _least(
         self, start: int, stop: int, where: StageSetting, offload: OffloadFractions
     ) -> float:
-        kinds = self._kinds[start:stop]
-        lean = self._leanest(kinds, where.rows, where.split)
+        kinds, exchange = self._kinds[start:stop], self._exchange_seconds(where)
+        lean = self._leanest(kinds, where.rows, where.split, exchange)
         smallest = self._needed(lean, start, stop, where, offload).argmin()
         if not self._fits_tier(lean, start, stop, where, offload)[smallest]:
-            front = self._front(kinds, where.rows, where.split)
+            front = self._front(kinds, where.rows, where.split, exchange)
             lean = replace(lean, columns=np.vstack([lean.columns, front.columns]))
         fits_tier = self._fits_tier(lean, start, stop, where, offload)
         needed = np.where(fits_tier, self._needed(lean, start, stop, where, offload), np.inf)
@@ -426,23 +426,35 @@ class ExactStageFitter:
             load.gaps,
         )
 
-    def _find_options(self, kind: int, rows: int, split: bool) -> Floats:
+    def _exchange_seconds(self, where: StageSetting) -> float | None:
+        """Return the seconds in which replicas exchange statistics of a BatchNorm; None if they do not."""
+        if not any(cost.norms for cost in self._costs):
+            return None  # so that stages of different numbers of replicas share their choices
+        return self._device.exchange_seconds(where.replicas)
+
+    def _find_options(self, kind: int, rows: int, split: bool, exchange: float | None) -> Floats:
         """Return the costs of a block of this ``kind``, one row per allowed directive, with the columns of
         :class:`_Front`.
         """
         cost, speed = self._costs[kind], self._device.speed
         return np.array(
-            [_columns(load_block(cost, d, rows, speed=speed, split=split)) for d in self._allowed]
+            [
+                _columns(
+                    load_block(cost, d, rows, speed=speed, split=split, exchange_seconds=exchange)
+                )
+                for d in self._allowed
+            ]
         )
 
-    def _find_front(self, kinds: Kinds, rows: int, split: bool) -> _Front:
+    def _find_front(self, kinds: Kinds, rows: int, split: bool, exchange: float | None) -> _Front:
         """Return the Pareto-optimal choices of directives for consecutive blocks of these ``kinds``, with ``rows`` rows
-        per micro-batch. ``split`` is True if the schedule splits backwards."""
+        per micro-batch. ``split`` is True if the schedule splits backwards. ``exchange``: the seconds in which replicas
+        exchange statistics of a BatchNorm; None if they do not."""
         if not kinds:
             return _Front(np.zeros((1, 5)), np.zeros((1, 0), np.int8), True)
-        before = self._front(kinds[:-1], rows, split)
+        before = self._front(kinds[:-1], rows, split, exchange)
         grown = []
-        for option in self._options(kinds[-1], rows, split):
+        for option in self._options(kinds[-1], rows, split, exchange):
             sums = before.columns[:, : _MOVED + 1] + option[: _MOVED + 1]
             grown.append(
                 np.hstack([sums, np.maximum(before.columns[:, _LARGEST:], option[_LARGEST:])])
@@ -465,14 +477,14 @@ class ExactStageFitter:
             front = replace(front.pick(np.sort(chosen)), exact=False)
         return front
 
-    def _find_leanest(self, kinds: Kinds, rows: int, split: bool) -> _Front:
+    def _find_leanest(self, kinds: Kinds, rows: int, split: bool, exchange: float | None) -> _Front:
         """Return choices of directives that keep few bytes on the device.
 
         For each pair of bounds, one on workspace bytes and one on the bytes that one block offloads, the result has the
         choice within both bounds that keeps the fewest bytes. So it includes the smallest choice for any number of
         micro-batches in flight.
         """
-        options = np.array([self._options(kind, rows, split) for kind in kinds])
+        options = np.array([self._options(kind, rows, split, exchange) for kind in kinds])
         found: dict[tuple[int, ...], Floats] = {}
         for work in self._bounds(options[:, :, _WORK]):
             for largest in self._bounds(options[:, :, _LARGEST]):

@@ -162,7 +162,14 @@ class _Columns:
     def __init__(self, chain: BlockChain, kind: PipelineRankKind) -> None:
         loads = {
             directive: [
-                load_block(cost, directive, kind.rows, speed=kind.device.speed, split=kind.split)
+                load_block(
+                    cost,
+                    directive,
+                    kind.rows,
+                    speed=kind.device.speed,
+                    split=kind.split,
+                    exchange_seconds=kind.device.exchange_seconds(kind.replicas),
+                )
                 for cost in chain.costs
             ]
             for directive in OFFERED

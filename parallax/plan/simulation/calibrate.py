@@ -131,6 +131,8 @@ def _corrected(
                 split_seconds=scaled(block.split_seconds, backward),
                 offload_seconds=scaled(block.offload_seconds, backward),
                 skipped_seconds=scaled(block.skipped_seconds, forward),
+                received_seconds=scaled(block.received_seconds, backward),
+                norm_seconds=scaled(block.norm_seconds, backward),
                 gathered_seconds=block.gathered_seconds * forward,  # it follows the last forward
             )
     update = 1.0
@@ -167,6 +169,8 @@ def times(profile: ModelProfile, ratio: float) -> ModelProfile:
             weight_seconds=scaled(block.weight_seconds, ratio),
             split_seconds=scaled(block.split_seconds, ratio),
             skipped_seconds=scaled(block.skipped_seconds, ratio),
+            received_seconds=scaled(block.received_seconds, ratio),
+            norm_seconds=scaled(block.norm_seconds, ratio),
             gathered_seconds=block.gathered_seconds * ratio,
         )
         for block in profile.blocks

@@ -13,7 +13,7 @@ from parallax.plan.cluster import Cluster
 from parallax.plan.cost.collective import groups_of
 from parallax.plan.cost.communicators import beside
 from parallax.plan.cost.forward import forward_memory
-from parallax.plan.cost.passes import Passes
+from parallax.plan.cost.passes import Pass, Passes
 from parallax.plan.cost.peak import peak_memory, with_kept
 from parallax.plan.cost.stage import StageLoad, load_planned
 from parallax.plan.plan import Pipeline
@@ -255,7 +255,7 @@ class Rank:
         passes = self._passes_of(action)
         streaming = self._swapping.stream(*passes.streaming[action.kind])
         for run in passes.forward:
-            yield self._core.compute(run.seconds)
+            yield from self._computed(run)
             if run.moved:
                 yield from self._swapping.offload(
                     (action.step, action.stage, action.micro, run.block), run.moved
@@ -267,6 +267,12 @@ class Rank:
         ready = self._updated_at[action.stage] + passes.load.blocks[-1].forward_seconds
         late = max(0.0, ready - self._world.network.simulator.now)
         yield from self._swapping.streamed(updated, late)
+
+    def _computed(self, run: Pass, share: float = 1.0) -> Routine:
+        """Compute the fraction ``share`` of a part of a pass. The rank needs no core while it exchanges statistics."""
+        yield self._core.compute((run.seconds - run.exchange) * share)
+        if run.exchange:
+            yield self._world.network.simulator.timer(run.exchange * share)
 
     def _gathered_loss(self, action: Action) -> Generator[Signal, None, float]:
         """Compute the loss over all rows, if there is one, after the last forward of the last stage.
@@ -290,11 +296,11 @@ class Rank:
         streaming = self._swapping.stream(*passes.streaming[action.kind])
         for run in passes.backward:
             if not run.moved:
-                yield self._core.compute(run.seconds)
+                yield from self._computed(run)
                 continue
             yield from self._swapping.bring((action.step, action.stage, action.micro, run.block))
             for _ in range(PIECES):
-                yield self._core.compute(run.seconds / PIECES)
+                yield from self._computed(run, 1 / PIECES)
                 self._swapping.release(1 / PIECES)
         yield from self._swapping.streamed(streaming, passes.adding_seconds(action.kind))
 

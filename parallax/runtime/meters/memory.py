@@ -90,7 +90,7 @@ def _bound_bytes(prediction: RankPrediction) -> int:
     If the budget allows, the most bytes are so far above the predicted peak that a rank with this peak is not trimmed:
     a step that trims makes all of its activations of fresh pages, which may take half of the step's time.
     """
-    most_bytes = prediction.peak_bytes + int(_BEYOND * prediction.peak_bytes) + 2 * SMALLEST_TRIM
+    most_bytes = prediction.peak_bytes + int(_BEYOND * prediction.peak_bytes) + SMALLEST_TRIM
     most_bytes = max(prediction.peak_bytes, min(most_bytes, prediction.budget_bytes))
     return most_bytes - SMALLEST_TRIM - int(_UNSEEN * most_bytes)
 

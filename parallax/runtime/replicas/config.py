@@ -77,6 +77,11 @@ class ReplicasConfig:
     powersgd_rank: int = 1
     batchnorm: str = "replica"
 
+    @property
+    def shares_norms(self) -> bool:
+        """Whether replicas share the statistics of BatchNorms."""
+        return self.batchnorm == "sync"
+
     def __post_init__(self) -> None:
         check_choice("replicas.mode", self.mode, [SYNCHRONOUS, LOCAL, ASYNCHRONOUS])
         check_positive("replicas.staleness", self.staleness, zero=True)

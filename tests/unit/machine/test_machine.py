@@ -337,8 +337,9 @@ def test_processes_that_compute_together_are_timed_and_leave_nothing(
 ) -> None:
     monkeypatch.setattr(module, "TURNS", 1)
     found = compute_together(2, 1)
-    assert [len(each) for each in found] == [2, 2, 2]
-    assert all(0 < seconds < 60 for each in found for seconds in each)
+    assert [len(each) for each in found] == [2, 2, 2, 2]
+    assert all(0 < seconds < 60 for each in found[:3] for seconds in each)
+    assert all(0 <= seconds < 60 for seconds in found[3])
 
 
 def test_numbers_of_processes_between_powers_of_two_are_interpolated(
@@ -349,15 +350,16 @@ def test_numbers_of_processes_between_powers_of_two_are_interpolated(
 
     def answer(worker: int) -> str:
         computing = requests[-1][1] if requests else 0
-        return f"{1 + computing / 8} 0.1 0.1 {computing * module.REDUCED_BYTES}"
+        return f"{1 + computing / 8} 0.1 0.1 {computing * module.REDUCED_BYTES} 0.5 0.0"
 
     monkeypatch.setattr(module, "_worker", lambda rank, *_: contextlib.nullcontext(rank))
     monkeypatch.setattr(module, "_request", lambda *request: requests.append(request))
     monkeypatch.setattr(module, "_answer", answer)
-    seconds, sums, reductions = compute_together(6, 1)
+    seconds, sums, reductions, exchanges = compute_together(6, 1)
     assert seconds == pytest.approx([1 + count / 8 for count in range(1, 7)])
     assert sums == pytest.approx([0.1] * 6)
     assert reductions == pytest.approx([1, 2, 3, 4, 5, 6])
+    assert exchanges == pytest.approx([0.5] * 6)
     assert [count for rank, count in requests if rank == 0] == [1, 2, 4, 6] * module.TURNS
 
 
@@ -373,7 +375,8 @@ def test_processes_are_measured_together_once(monkeypatch: pytest.MonkeyPatch) -
 
     def compute(count: int, threads: int) -> tuple[list[float], ...]:
         requests.append((count, threads))
-        return [1.0, 1.5, 2.0][:count], [0.001, 0.002, 0.003][:count], [1e-9, 2e-9, 3e-9][:count]
+        found = [1.0, 1.5, 2.0], [0.001, 0.002, 0.003], [1e-9, 2e-9, 3e-9], [0.002, 0.003, 0.004]
+        return tuple(each[:count] for each in found)
 
     monkeypatch.setattr(module, "compute_together", compute)
     three = ClusterConfig(kind="cpu", devices=3, threads=1, device_memory="1GiB")
@@ -381,6 +384,7 @@ def test_processes_are_measured_together_once(monkeypatch: pytest.MonkeyPatch) -
     config = ClusterConfig(kind="cpu", devices=2, threads=1, device_memory="1GiB")
     first = probe_together(choose_devices(config))
     assert (first.sum_seconds, first.reduce_seconds) == ((0.001, 0.002), (1e-9, 2e-9))
+    assert first.exchange_seconds == (0.002, 0.003)
     assert probe_together(choose_devices(config)) == first
     assert requests == [(3, 1)]
     assert probe_together(choose_devices(config), fresh=True) == first

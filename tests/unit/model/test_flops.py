@@ -106,6 +106,15 @@ def test_the_peak_of_a_cpu_is_measured(compute: str) -> None:
     )
 
 
+def test_the_peak_of_a_cpu_is_at_least_the_rate_of_the_fastest_block() -> None:
+    """A run had 104% of a peak that was measured in a slow moment."""
+    flops, source = peak_flops(CPU, "some processor", "fp32", 1e18)
+    assert flops == 1e18
+    assert source.startswith("the model's fastest block measured here on ")
+    known = peak_flops(torch.device("cuda", 0), "NVIDIA H100 80GB HBM3", "bf16", 1e18)
+    assert known[0] == DEVICE_KINDS["h100"].peak("bf16")
+
+
 def test_the_share_of_the_peak() -> None:
     used = Utilization(flops_per_row=50.0, peak_flops=1000.0)
     assert used.share(rows_per_second=8.0, ranks=4) == 0.1

@@ -355,12 +355,76 @@ def test_more_rows_are_measured_while_they_cost_nothing(monkeypatch: pytest.Monk
     runs.clear()
     monkeypatch.setattr(module, "_CHEAP_SECONDS", 0.0)
     monkeypatch.setattr(module, "_GROWN", 0.0)
+    monkeypatch.setattr(module, "_MOST_SECONDS", 0.0)
     first = profile_of(chain_of(linear()), (2, 4, 8, 32))
     assert runs == [2, 4, 8]
     assert profile_of(chain_of(linear()), (2, 4, 8, 16, 32, 64)) == first
     assert runs == [2, 4, 8], "a larger batch needs no other measurement"
     profile_of(chain_of(linear()), (2, 4, 8))
     assert runs == [2, 4, 8] * 2, "with these rows it might have gone on"
+
+
+def test_many_rows_are_only_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions of 32 rows were predicted from 8 rows to take twice as long as they do."""
+    monkeypatch.setattr(module, "_CHEAP_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_GROWN", 0.0)
+    monkeypatch.setattr(module._Bench, "_few_seconds", lambda self, passes: [0.0, 5.0, 7.0])
+    monkeypatch.setattr(module, "_MOST_SECONDS", 100.0)
+    (found,) = profile_of(chain_of(linear()), (1, 2, 4, 8, 32)).blocks
+    assert (found.forward_seconds.at(8), found.backward_seconds.at(32)) == (5.0, 7.0)
+    assert found.backward_seconds.points[-1] == (32, 7.0)
+    assert 0 <= found.weight_seconds.at(32) <= 7.0
+    assert found.moved.points[-1][0] == 4
+    assert found.moved.at(32) == 32 * WIDE * FLOAT
+    monkeypatch.setattr(module, "_MOST_SECONDS", 40.0)  # 32 rows would take 48 s
+    (found,) = profile_of(chain_of(linear()), (1, 2, 4, 8, 33)).blocks
+    assert found.forward_seconds.points[-1] == (8, 5.0)
+
+
+class Beside(nn.Module):
+    """A linear layer, beside which the model's input passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDE, WIDE)
+
+    def forward(self, x: Tensor, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        given = x if given is None else given
+        return self.linear(x) + given, given
+
+
+def test_an_input_of_the_model_has_a_gradient_only_in_a_later_stage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The gradients of images that all branches of a network read were half of the predicted backward, and a stage
+    that has the images from the data computes none of them."""
+    timed, plain = list[tuple[bool, ...]](), module._Bench._times
+
+    def times(self: Any, passes: Any) -> dict[str, float]:
+        timed.append(tuple(leaf.requires_grad for leaf in passes.leaves))
+        return plain(self, passes) | {"forward_seconds": 1.0, "backward_seconds": 2.0}
+
+    monkeypatch.setattr(module._Bench, "_times", times)
+    monkeypatch.setattr(module._Bench, "_few_seconds", lambda self, passes: [0.0, 1.0, 2.5])
+    monkeypatch.setattr(module, "_MOST_SECONDS", 0.0)
+
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        return F.mse_loss(outputs[0], targets)
+
+    found = profile_of(chain_of(Beside, Beside), (2, 4, 8), loss=loss).blocks
+    assert timed[:2] == [(False,), (True, False)]
+    assert [block.received_seconds.at(8) for block in found] == [0.0, 0.5]
+
+
+def test_statistics_over_replicas_are_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module._Bench, "_few_seconds", lambda self, passes: [0.0, 300.0, 400.0])
+    monkeypatch.setattr(module, "_MOST_SECONDS", 0.0)
+    model = chain_of(linear(), lambda: nn.Sequential(nn.BatchNorm1d(WIDE), nn.BatchNorm1d(WIDE)))
+    found = profile_of(model, (2, 4, 8), shared_norms=True).blocks
+    assert [block.norms for block in found] == [0, 2]
+    assert found[0].norm_seconds.at(8) == 0
+    assert 600 < found[1].norm_seconds.at(8) <= 700
+    assert not any(block.norms for block in profile_of(model, (2, 4, 8)).blocks)
 
 
 def test_rows_that_do_not_fit_the_device_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallax.model.layers.norms import BatchNorms, _batch_norm, _Participants
+from parallax.model.layers.norms import BatchNorms, _batch_norm, _Participants, share_alone
 
 
 @pytest.mark.parametrize("shape", [(6, 3), (4, 3, 5), (2, 3, 4, 2), (2, 3, 2, 2, 2)], ids=str)
@@ -50,3 +50,12 @@ def test_frozen_stays_in_evaluation_mode() -> None:
     norms.freeze_statistics()
     assert not block[1].training
     assert not norms.statistics_differ
+
+
+def test_statistics_shared_with_no_other_replica_are_torchs() -> None:
+    torch.manual_seed(0)
+    block, x = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), torch.randn(8, 3)
+    expected = block(x)
+    assert share_alone(block) == 1
+    assert torch.allclose(block(x), expected, atol=1e-6)
+    assert block(x).grad_fn.name() == "_SynchronisedBackward"

@@ -62,7 +62,7 @@ def nodes(
     """Nodes of so many devices; ``changes`` are those of a device, or what was measured of a node's."""
     measured = {
         key: changes.pop(key)
-        for key in ("speeds", "sum_seconds", "reduce_seconds")
+        for key in ("speeds", "sum_seconds", "reduce_seconds", "exchange_seconds")
         if key in changes
     }
     device = replace(cluster(1).devices[0], **changes)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from parallax.common.events import Span, bubble_fraction
 from parallax.errors import DeadlockError
-from parallax.plan.cluster import Link
+from parallax.plan.cluster import Link, with_buckets
 from parallax.plan.lists import actions
 from parallax.plan.plan import Directive
 from parallax.plan.schedule import SCHEDULES, Kind, Schedule
@@ -306,3 +307,29 @@ def test_a_list_may_hold_the_actions_of_two_steps() -> None:
     twice, both = run_steps(2)
     assert twice == pytest.approx(2 * once)
     assert both == {(rank, step): spans[rank, 0] for rank in range(3) for step in range(2)}
+
+
+def test_replicas_wait_for_statistics_of_each_other_without_a_core() -> None:
+    """Two replicas on one core: computing takes turns, and the exchange of statistics does not."""
+    cost = block(forward=2, backward=3, norm_seconds=1.0)
+    cost = replace(cost, norms=5)
+    where: dict[str, Any] = {"rows": 2, "micro": 1, "concurrent": 1, "exchanges": (0.0, 0.1)}
+    shared = run([cost], stages([0, 1], [2]), **where).step_seconds
+    assert shared == pytest.approx(2 * (2 + 3 + 1) + 2 * 5 * 0.1)
+    again = run([cost], stages([0, 1], [2], directive="recompute"), **where).step_seconds
+    assert again == pytest.approx(2 * (2 + 3 + 1 + 2.5) + 3 * 5 * 0.1)
+    assert run([cost], stages([0, 1], [1]), **where).step_seconds == pytest.approx(2 * 5)
+
+
+def test_inputs_that_need_no_gradient_have_one_in_a_later_stage() -> None:
+    costs = [block(forward=1, backward=1, received_seconds=0.5) for _ in range(2)]
+    together = run(costs, stages([0, 2]), rows=1, micro=1).step_seconds
+    assert together == pytest.approx(4)
+    assert run(costs, stages([0, 1, 2]), rows=1, micro=1).step_seconds == pytest.approx(4.5)
+
+
+def test_small_all_reduces_take_the_measured_seconds_or_the_latencies_of_a_ring() -> None:
+    link = Link(bytes_per_second=1e9, latency_seconds=0.5)
+    device = with_buckets(nodes(3, local=link, exchange_seconds=(0.1, 0.2, 4.0))).devices[0]
+    assert [device.exchange_seconds(n) for n in (1, 2, 3, 4)] == [None, 1.0, 4.0, 4.0]
+    assert nodes(3).devices[0].exchange_seconds(2) == 0.0
