@@ -91,17 +91,18 @@ class Accelerator:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables for processes that train on this kind of device.
+        """Environment variables for processes that train on this kind of device, with their values.
 
-        Variables that the user has set are kept.
+        A variable that the user has set keeps the user's value.
         """
         return {}
 
     @property
     def in_use(self) -> bool:
-        """Return whether this process may have used a device of this kind.
+        """Return whether torch is initialized for this kind of device in this process.
 
-        torch then holds device memory until the process ends. Even reading device properties counts as use.
+        Only then can the process have used such a device, and torch holds memory of a used device until the process
+        ends. Reading device properties also initializes torch.
         """
         return bool(self.module.is_initialized())
 

@@ -205,7 +205,8 @@ def computing_on(device: torch.device) -> torch.device:
 def limit_device_memory(device: torch.device, limit_bytes: int) -> None:
     """Make torch reject allocations of this process on an accelerator beyond ``limit_bytes``; a no-op on a CPU.
 
-    The plan fits into this limit, and other ranks may share the device. The memory of a CPU is checked elsewhere.
+    So a rank that needs more memory gets an out-of-memory error, instead of taking memory from other ranks that share
+    the device. The memory of a CPU is checked elsewhere.
     """
     if device.type != "cpu":
         torch.accelerator.empty_cache()  # frees cached memory of measurements: other ranks may share the device

@@ -48,10 +48,10 @@ class DoneEvent:
         return True
 
     def wait_host(self) -> None:
-        """No-op."""
+        """No-op, because the event is done."""
 
     def wait_stream(self, _stream: torch.Stream | None = None) -> None:
-        """No-op."""
+        """No-op, because the event is done."""
 
     def seconds(self) -> float:
         return 0.0
@@ -82,7 +82,7 @@ class StallLog:
         self._noting = False
 
     def wait(self, stream: torch.Stream, event: torch.Event) -> None:
-        """Make ``stream`` wait for ``event``, and record the wait."""
+        """Make ``stream`` wait for ``event``, and record the wait if recording has started."""
         if not self._noting:
             stream.wait_event(event)
             return
@@ -133,8 +133,8 @@ class CopyEvent:
 
     ``pair`` are two device events, before and after the copy. They are reused through a ``pool``, because a driver
     takes longer to create an event than to record one. The first thread that sees the end of the copy returns both
-    events to the pool. A second thread that waits for this copy may then wait for the next copy that uses the same
-    events: longer than necessary, but still correct.
+    events to the pool. If the next copy then records them again, a second thread that still waits for this copy waits
+    for that one: longer than necessary, but still correct.
     """
 
     def __init__(
@@ -334,7 +334,7 @@ class CpuCopies:
         return contextlib.nullcontext
 
     def bind_thread(self) -> None:
-        """No-op."""
+        """No-op, because a CPU is not selected per thread."""
 
     def synchronize(self) -> None:
         """No-op: every copy is finished on return."""
@@ -430,7 +430,10 @@ class StreamCopies:
         torch.accelerator.synchronize(self._device)
 
     def take_stalls(self) -> Stalls:
-        """Return the waits of the compute stream; one thread at a time may call it."""
+        """Return the event pairs around each wait of the compute stream since the last call.
+
+        Only one thread at a time may call this.
+        """
         return self._stalls.take_stalls()
 
     def on_own_streams(self) -> CopyEngine:

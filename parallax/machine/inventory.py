@@ -43,9 +43,9 @@ class Host:
 
 
 def write_cluster(path: Path) -> list[str]:
-    """Find the hosts and write them as a ``cluster`` option into the YAML file ``path``. Return one line of text about
-    each sort of host.
+    """Find the hosts and write them as a ``cluster`` option into the YAML file ``path``.
 
+    Returns a line of text for each group of hosts with the same kind and number of devices.
     Raises :class:`ConfigError` if the devices are unknown or not in the catalog.
     """
     if path.suffix != ".yaml":
@@ -78,7 +78,7 @@ def _find_hosts() -> tuple[list[Host], str]:
 
 
 def this_host() -> Host:
-    """Return this host with its usable devices."""
+    """Return this host with its accelerators or, if it has none, with each usable core as a device."""
     memory, disk = available_memory(), disk_free_bytes(Path.cwd())
     devices = present_devices()
     if not devices:

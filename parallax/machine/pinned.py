@@ -97,11 +97,10 @@ class RegisteredArena:
     """An arena of exact size: pages of this process, for ``count`` bytes, that ``register(address, bytes)`` pins.
 
     ``register`` returns 0 or an error code of the device's runtime. Error messages end with ``remedy``. Huge pages are
-    used if possible. The kernel places
-    a page in the memory of the processor that touches it first. So threads on ``cpus``, which are near the device,
-    touch all pages first.
+    used if possible. The kernel places a page in the memory of the processor that touches it first. So threads on
+    ``cpus``, which are near the device, touch all pages first.
 
-    An owner that fails without calling :meth:`close` has not waited for its copies either. So a finalizer calls
+    Code that fails before it calls :meth:`close` has not waited for its copies either. So a finalizer calls
     ``synchronize`` and then ``unregister``. A forked child does not inherit the pages. Otherwise the kernel would copy
     pinned pages for each child. Before Linux 5.10, the kernel could even move this process to copies of the pages,
     while the device still writes to the original pages.

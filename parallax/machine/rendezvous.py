@@ -94,7 +94,7 @@ def _source(family: int, place: tuple[object, ...], endpoint: str) -> str:
 
 
 def main() -> int:
-    """Print the options and return the exit code."""
+    """Print the options for torchrun, given the endpoint ``HOST:PORT`` on the command line; return the exit code."""
     try:
         print("\n".join(torchrun_options(*sys.argv[1:2] or [""])))
     except UserError as error:

@@ -29,7 +29,7 @@ _LIMITS_KNOWN = 1 | 2  # QIF_BLIMITS | QIF_SPACE
 
 
 class _Quota(ctypes.Structure):
-    """struct if_dqblk of quotactl(2)."""
+    """The C structure ``if_dqblk`` in which quotactl(2) returns a quota."""
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("hard_blocks", "soft_blocks", "used_bytes")),
@@ -65,7 +65,8 @@ def quota_free_bytes(folder: Path) -> int | None:
 
 
 def check_folders(needs: Sequence[FolderNeeds]) -> Iterator[Finding]:
-    """Yield a problem for each folder with too few free bytes. Folders on one file system share its free bytes."""
+    """Yield a problem for each file system with too few free bytes for all its folders in ``needs``, and for each
+    folder whose largest file exceeds the process limit on file size (RLIMIT_FSIZE)."""
 
     def device(each: FolderNeeds) -> int:
         return existing_parent(each.folder).stat().st_dev
