@@ -40,7 +40,7 @@ _GONE = 499  # as proxies log it; nobody reads this answer
 class ServeApp:
     """The ASGI application that serves one model.
 
-    ``token``       the token that a request must have; empty: no token is needed
+    ``token``       the token that a request must have, except requests for the server's health; empty: none needs one
     ``version``     the version of Parallax
     ``draining``    True while the server shuts down; queued requests are then still answered, and new ones refused
     ``unanswered``  the number of requests in progress
@@ -245,7 +245,7 @@ class ServeApp:
     async def _outputs(
         self, request: Request, answer: Future[BatchOutputs], seconds: float
     ) -> BatchOutputs | None:
-        """Wait for ``answer``, and return its outputs; return None if the client closes the connection before.
+        """Wait for ``answer``, and return its outputs; return None if the client closes the connection first.
 
         Raises :class:`RequestError` with status 504 if there is no answer after ``seconds``.
         """

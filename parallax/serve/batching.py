@@ -88,7 +88,7 @@ class Batcher:
     def submit(self, tensors: Sequence[Tensor]) -> Future[BatchOutputs]:
         """Queue a request of at most ``max_batch_rows`` rows, and return the future of its outputs.
 
-        Raises :class:`RequestError` with status 503 if the queue is full.
+        Raises :class:`RequestError` with status 503 if the queue is full or closed.
         """
         request = Queued(list(tensors))
         with self._changed:
@@ -107,7 +107,10 @@ class Batcher:
         return request.answer
 
     def _drop(self, request: Queued, answer: Future[BatchOutputs]) -> None:
-        """Remove a request from the queue if its ``answer`` was cancelled, so that other requests can use its rows."""
+        """Remove ``request`` from the queue if its ``answer`` was cancelled.
+
+        Its rows then no longer count towards the limit ``queue_rows``.
+        """
         if answer.cancelled():
             with self._changed:
                 if request in self._queue:

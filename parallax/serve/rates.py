@@ -72,7 +72,8 @@ class Rates:
         return cls(server=server, config=config, max_wait=wait, load=load)
 
     def lines(self) -> list[str]:
-        """Return lines for the user: the wait if it was chosen, and the predicted latencies."""
+        """Return lines for the user: the wait for further requests, if ``max_wait`` is auto, and the predicted
+        latencies."""
         found = [self._wait_line()] if self.config.waits_auto else []
         at, limit = f"at {self.load.rate:g} requests/s", self.config.p99_seconds
         if self.load.saturated:

@@ -239,7 +239,10 @@ def _from_json(entry: Mapping[str, Any], spec: TensorSpec, shape: tuple[int, ...
 
 
 def _flat(data: list[Any], shape: tuple[int, ...], name: str) -> list[Any]:
-    """Return the values in ``data``, which is a flat list or a list nested like ``shape``, as a flat list."""
+    """Return the values in ``data``, which is a flat list or a list nested like ``shape``, as a flat list.
+
+    Raises :class:`RequestError` if ``data`` is nested in another way. ``name``: the input's name, for the message.
+    """
     values = data
     for size in shape[1:]:
         if not values or not isinstance(values[0], list):

@@ -65,6 +65,7 @@ class TimedModel(ServedModel):
         """Compute batches of several sizes, up to five times each.
 
         Several sizes are measured because the time of a batch jumps at sizes where the library selects another kernel.
+        If ``config.batch_invariant`` is set, all batches are padded to one size, so only this size is measured.
         """
         most = config.max_batch_rows
         inputs = sample_rows(self.inputs, most)
