@@ -221,7 +221,7 @@ def comes_pinned(part: Tensor, device: torch.device) -> bool:
 def check_padded(what: str, values: Any) -> None:
     """Raise :class:`~parallax.errors.DataError` if ``values`` contain a PackedSequence or a nested tensor.
 
-    These cannot be split by rows as other tensors are. ``what`` is the word inputs or targets, for the message.
+    These cannot be split by rows as other tensors are. ``what`` names the values in the message, such as inputs.
     """
 
     def check(part: Any) -> None:

@@ -53,7 +53,7 @@ class _CountingRule(Protocol):
     def row_weight(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
         """Return the weight of rows [low, high) in the batch's loss.
 
-        ``results`` is the model's return value for any ``few`` rows, not necessarily rows [low, high).
+        ``results``: the model's return value for a batch of ``few`` rows, which need not be rows [low, high).
         """
 
 
@@ -112,9 +112,10 @@ class Counting:
 
     @property
     def observed(self) -> bool:
-        """Whether the loss has been called on targets of which at least one counts.
+        """Whether it is known how the loss weights its targets.
 
-        Before that, it is unknown how the loss weights its targets.
+        It is known from the start if the loss has a method ``count``. Otherwise it is known once the loss has been
+        called on targets of which at least one counts.
         """
         return self._observed
 
@@ -126,8 +127,8 @@ class Counting:
         """Return the weight of the loss of rows [low, high) in the loss of the whole batch, relative to the weights of
         other rows.
 
-        ``results`` is the model's return value for any ``few`` rows. If no counting rule is known, the weight is the
-        number of rows.
+        ``results``: the model's return value for a batch of ``few`` rows, which need not be rows [low, high). If no
+        counting rule is known, the weight is the number of rows.
         """
         if self._rule is None:
             return float(high - low)
@@ -145,10 +146,10 @@ class RowMeanCheck:
         self._loss, self._seen = loss, False
 
     def difference(self, results: Any, few: int, targets: Any) -> str:
-        """Return a text on how the loss of two rows differs from the mean of the losses of these rows alone.
+        """Return a text on how the loss of two rows together differs from the mean of their separate losses.
 
-        The text is empty if loss and mean are equal, or cannot be compared. ``results`` are the outputs of ``few``
-        rows, and ``targets`` the targets of these rows or of others.
+        The text is empty if the two are equal or cannot be compared, and after the first comparison. ``results`` are
+        the outputs of ``few`` rows, and ``targets`` the targets of these rows or of others.
         """
         rows = None if self._seen else _masked_unevenly(targets)
         elements = sum(each.numel() for each in tensors_in(results))
@@ -275,8 +276,8 @@ class _CrossEntropyRule:
         """Return the number of rows [low, high) times the fraction of their targets that the loss counts.
 
         To find this fraction, the loss is called with these targets and with placeholders for the outputs: meta
-        tensors, or expanded zeros if the loss needs values. The placeholders are made after ``results``, the model's
-        return value for any ``few`` rows, with the number of rows [low, high).
+        tensors, or expanded zeros if the loss needs values. The placeholders have the structure and shapes of
+        ``results``, the model's return value for a batch of ``few`` rows, but ``high`` − ``low`` rows.
         """
         rows, targets = high - low, batch.targets(low, high)
         size = sum(each.numel() for each in tensors_in(targets)) or rows
@@ -349,7 +350,8 @@ def _label_rule(value: Tensor, results: Any, inputs: Any) -> tuple[_LabelRule | 
 
 
 def _mean(scores: Tensor, labels: Tensor, shifted: bool) -> float | None:
-    """Return the mean cross-entropy of ``scores`` and ``labels``, or None if no label counts.
+    """Return the mean cross-entropy of ``scores`` and ``labels``; None if no label counts, infinity if a label is not
+    a class index of the scores.
 
     ``shifted``: each score predicts the next label. The mean is computed row by row, because computing all rows at once
     would need as much memory as the scores again.

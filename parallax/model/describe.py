@@ -211,14 +211,14 @@ def describe(
     with the lines to write if none applies.
 
     ``sample(n)``        returns inputs of n rows, of which only shapes and dtypes are used
-    ``weights``          a safetensors file, or a folder of them, with the model's names
+    ``weights``          a safetensors file, or a folder of such files, whose tensors have the model's names
     ``partial_weights``  the files may lack tensors, such as those of a new head, and hold unused ones
                          (:func:`~parallax.model.materialise.check_weights` lists both)
     ``base``             see :class:`Chain`
     ``layer``            name of an inner module, at whose output the chain ends; empty: it ends at the model's output
-    ``task``             without training, a model whose forward differs in evaluation is recorded in evaluation. For
-                         inference, attention layers that torch computes with one fused kernel are not divided, so that
-                         outputs are bit-identical to those of this kernel.
+    ``task``             for a task without training, a model whose forward differs in evaluation is recorded in
+                         evaluation. For inference, attention layers that torch computes with one fused kernel are not
+                         divided, so that outputs are bit-identical to those of this kernel.
     """
     deferred = deferred_init(factory, seed)
     model = deferred.model
@@ -253,8 +253,10 @@ def describe(
 
 
 def _ending(chain: Chain, partition: Partition) -> Chain:
-    """Return a copy of ``chain`` with the blocks in ``partition``, which are the whole model or a part of it.
-    ``whole_model`` of the copy is ``chain``."""
+    """Return a copy of ``chain`` with the blocks in ``partition``, and with ``chain`` as its ``whole_model``.
+
+    The blocks are the whole model, or its part up to an inner module.
+    """
     return replace(
         chain,
         blocks=partition.blocks,

@@ -25,7 +25,7 @@ def call_loss(
 
     Raises :class:`DescribeError` if the loss is not a tensor of one element, or if the loss function uses parameters or
     buffers of the model, which have no values in this process. ``alone``: also raise an error if the function returns a
-    tuple of several losses, which is found by a search of their autograd graphs, and so takes time.
+    tuple of several losses. This check takes time, because it searches their autograd graphs.
     """
     try:
         returned = loss(outputs, targets)

@@ -68,8 +68,9 @@ def _check_values(chain: Chain, index: int, block: nn.Module, saved: Mapping[str
     """Raise :class:`CheckpointError` if a trained parameter of ``block``, the chain's block ``index``, contains NaN or
     Inf.
 
-    Training would diverge, and no checkpoint may hold such values. Frozen parameters may be infinite, as masks are.
-    ``saved`` maps names inside the block to names in the weight files.
+    Training would diverge, and no checkpoint may hold such values. A frozen parameter may contain Inf, as masks do, but
+    no NaN if it comes from weight files or if ``chain.base`` is set. ``saved`` maps names inside the block to names in
+    the weight files.
     """
     state = block.state_dict(keep_vars=True)
     for inner, name in chain.names[index].items():

@@ -60,7 +60,10 @@ class OperatorMode(TorchDispatchMode):
 
 
 def same_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
-    """Return a context in which changes of ``tensors`` are hidden from autograd, for memory that no graph uses."""
+    """Return a context in which autograd does not notice changes of ``tensors``.
+
+    Use it only for memory that no graph will read.
+    """
     return _unsafe_preserve_version_counter(tuple(tensors))
 
 

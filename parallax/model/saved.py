@@ -145,8 +145,8 @@ class Selector:
 def _has_history(tensor: Tensor) -> bool:
     """Return whether autograd tracks the tensor.
 
-    An untracked tensor that covers a small part of its storage is taken for a slice of a batch or data set, whose
-    storage the caller keeps alive.
+    :class:`Selector` takes an untracked tensor that covers a small part of its storage for a slice of a batch or data
+    set, whose storage the caller keeps alive.
     """
     return tensor.requires_grad or tensor.grad_fn is not None
 
@@ -234,6 +234,7 @@ class SavedBytes:
 def without_history(tensor: Tensor) -> Tensor:
     """Return the tensor detached from autograd, unless it is a leaf.
 
-    An output that references its own graph node is a reference cycle that the garbage collector cannot find.
+    A node may save its own output. If the saved tensor referenced the node, this would be a reference cycle that the
+    garbage collector cannot find.
     """
     return tensor if tensor.is_leaf else tensor.detach()

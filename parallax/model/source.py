@@ -56,7 +56,7 @@ class ModelConfig(Registered):
         """Return the model, with its adapters, on torch's default device."""
 
     def check_code(self) -> None:
-        """Raise :class:`~parallax.errors.ConfigError` if only the model's sizes are known: then it cannot be built."""
+        """Raise :class:`~parallax.errors.ConfigError` if the model has no code, because only its sizes are known."""
 
     def work(self, precision: str = "bf16") -> ModelWork | None:  # noqa: ARG002
         """Return the operations and bytes of the model in the number format ``precision``, computed from the model's

@@ -91,10 +91,10 @@ class WeightGradStore:
         return replace(product, copy=None) if self._is_offloaded(product.weight) else product
 
     def separate_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Copy each ``.grad`` that shares memory with a stored operand. Call this after the backward.
+        """Copy each ``.grad`` that shares memory with a stored output gradient. Call this after the backward.
 
-        Autograd may use an output gradient as a ``.grad`` without a copy. The next micro-batch would then change the
-        stored operand, because it adds to ``.grad`` in place.
+        Autograd may use the output gradient of a product as a ``.grad`` without a copy. The next micro-batch would then
+        change the stored gradient, because it adds to ``.grad`` in place.
         """
         held = {gradient.untyped_storage().data_ptr() for _, _, gradient in self._deferred}
         for parameter in parameters:
@@ -203,11 +203,14 @@ class _Product(ABC):
 
     @abstractmethod
     def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
-        """Return the gradient of ``x``."""
+        """Return the gradient of ``x``, the product's input. ``gradient`` is that of the product's output."""
 
     @abstractmethod
     def add_gradients(self, x: Tensor, gradient: Tensor) -> None:
-        """Add the weight and bias gradients to their ``.grad``."""
+        """Add the gradients of weight and bias to their ``.grad``.
+
+        ``x`` is the product's input, and ``gradient`` the gradient of its output.
+        """
 
 
 class _Linear(_Product):

@@ -71,7 +71,8 @@ def _functions(value: Any, seen: set[int]) -> Iterator[Any]:
 def _parts(value: Any, seen: set[int]) -> list[tuple[Any, Any]]:
     """Return the (key, value) pairs of a container or an object.
 
-    ``seen``: ids of the objects that were visited before. For such an object the list is empty; ``value`` is added.
+    The list is empty for tensors, modules and plain values, and for objects whose ids are in ``seen``. The id of any
+    other ``value`` is added to ``seen``.
     """
     if isinstance(value, (*_ATOMS, *_FUNCTIONS, nn.Module, Tensor)) or id(value) in seen:
         return []

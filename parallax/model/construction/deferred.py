@@ -222,8 +222,11 @@ class _Replayed:
         known: Mapping[int, Any],
         filled: Collection[int] = (),
     ) -> dict[int, Any]:
-        """Return the memo that :class:`Values` describes. In the copy, names of one tensor object still refer to one
-        object, and tensors that share memory still share memory."""
+        """Return the memo that :meth:`Values.deepcopy_memo` describes.
+
+        A tensor that has several names in ``module`` is also one tensor in the copy, and tensors that share memory
+        still share memory.
+        """
         own = {id(t): t for t in [*module.parameters(), *module.buffers()]}
         plain = {id(t): t for t in plain_tensors(module).values() if id(t) not in own}
         parts: dict[int, Any] = dict(known)

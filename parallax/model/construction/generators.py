@@ -1,8 +1,9 @@
 """Track the random generators of a recorded constructor.
 
-No numbers are drawn while a constructor is recorded, so a generator's state does not advance. Instead, each draw sets
-the generator to a new unique state, called a mark, and stores which draw the mark follows. At the next draw the
-generator's state is the last mark, unless the constructor has seeded the generator or restored an earlier state.
+Recorded operations run on meta tensors, where random operations do not advance a generator's state. So at each random
+operation the recorder sets the generator to a new unique state, a mark, and stores which operation the mark follows. At
+the next random operation the generator still has the latest mark, unless the constructor has seeded the generator or
+restored an earlier state.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ class Generators:
 
     @contextlib.contextmanager
     def begun(self) -> Iterator[None]:
-        """A context in which the constructor runs, with seeded generators and a first mark on torch's default
-        generator.
+        """A context in which the constructor runs. On exit, the states of all random generators are restored.
 
-        On exit, the states of all random generators are restored.
+        On entry, the generators are seeded, and torch's default generator is set to a first mark: a unique state by
+        which :meth:`next` recognizes that the constructor has neither drawn nor seeded.
         """
         with seeded(self._seed):
             self._mark(torch.default_generator, OwnState(0))
@@ -62,11 +63,10 @@ class Generators:
                     generator.set_state(state)
 
     def next(self, generator: torch.Generator | None, place: int) -> Drawn:
-        """Return the random state from which the logged operation with index ``place`` draws, and mark the generator
-        anew.
+        """Return the random state from which the logged operation with index ``place`` draws.
 
-        ``generator``: the generator that the operation uses; None: torch's default generator. Raises
-        :class:`Unrecordable` if it is not a CPU generator.
+        The generator is then set to a new unique state. ``generator``: the generator that the operation uses; None:
+        torch's default generator. Raises :class:`Unrecordable` if it is not a CPU generator.
         """
         generator = torch.default_generator if generator is None else generator
         if generator.device.type != "cpu":

@@ -42,8 +42,8 @@ _RECORDING: ContextVar[OperatorRecorder | None] = ContextVar("recording", defaul
 def fill(tensor: Tensor, function: Callable[[Tensor], None]) -> None:
     """Initialize a whole tensor by ``function(tensor)``.
 
-    If a constructor is being recorded, the call is deferred until the tensor's value is requested. So each stage reads
-    only its own part of the files that a constructor loads.
+    If a constructor is being recorded, the call is deferred until the tensor's value is requested. So if ``function``
+    reads a file, each stage reads only the values of its own tensors.
     """
     recorder = _RECORDING.get()
     if recorder is not None:

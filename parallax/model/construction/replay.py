@@ -51,8 +51,9 @@ class Replay:
     def values(self, views: Sequence[View]) -> list[Tensor]:
         """Return real tensors for ``views``, with the values after the last logged operation.
 
-        Overlapping views share memory. If views that do not overlap are only a part of a storage, they are copied, so
-        that the rest of the storage can be freed. Constants that existed before the constructor are copied, too.
+        Overlapping views share memory. If the requested views of a storage do not overlap and cover only a part of it,
+        each view is copied, so that the storage can be freed. Constants that existed before the constructor are copied,
+        too.
         """
         by_cell: dict[Cell, list[View]] = {}
         for view in dict.fromkeys(views):
@@ -117,7 +118,8 @@ class Replay:
 class _Memory:
     """The real storages of a replay, each created at its first use.
 
-    ``changed``: the storages that replayed operations change. Constants of these storages are copied.
+    ``changed``: the storages that replayed operations change. If such a storage existed before the constructor, the
+    replay works on a copy of it.
     """
 
     def __init__(self, changed: Iterable[Cell]) -> None:
@@ -144,8 +146,8 @@ class _Memory:
     def put(self, view: View, made: Tensor) -> None:
         """Store ``made``, the first tensor that is written to the storage of ``view``.
 
-        If ``made`` has the layout of ``view``, the memory of ``made`` becomes the storage; otherwise the values are
-        copied.
+        If ``made`` has the strides, offset and storage size of ``view``, its memory becomes the storage; otherwise its
+        values are copied.
         """
         storage = made.untyped_storage()
         known = any(storage is held for held in self._held.values())

@@ -38,7 +38,7 @@ class FileLayout(Protocol):
         ...
 
     def may_lack(self, name: str) -> bool:
-        """Return whether the model's tensor ``name`` may be missing in the files."""
+        """Return whether files usually lack the model's tensor ``name``, so that no message reports it as missing."""
         ...
 
     def may_hold(self, name: str) -> bool:
@@ -50,7 +50,7 @@ class FileLayout(Protocol):
         ...
 
     def kept_name(self, names: Sequence[str]) -> str:
-        """Return, of all ``names`` of one tensor, the name by which :meth:`saved` expects the tensor."""
+        """Return the one of ``names``, which are all names of one tensor, that :meth:`saved` expects."""
         ...
 
 
@@ -114,8 +114,9 @@ class CheckpointWeights:
         shape and kind of dtype. The files must hold no other tensors except ``ignored``. The error lists the tensors
         that do not fit.
 
-        Tensors in ``made`` may be missing, but not if the files hold the same tensor of another layer: a new head may
-        be missing, one layer of many may not. If ``made`` is not empty, the files may also hold unused tensors.
+        ``made``: tensors that the constructor initializes if they are missing, such as those of a new head. A tensor
+        of a numbered layer must exist if the files hold the tensor of the same name in another layer, and at least one
+        tensor in ``wanted`` must exist. If ``made`` is not empty, the files may also hold unused tensors.
 
         Returns a line about missing tensors and a line about unused ones; each is left out if there are none.
         """
@@ -203,14 +204,17 @@ class CheckpointWeights:
     def _new_tensors(self, missing: Iterable[str], made: Collection[str]) -> set[str]:
         """Return the tensors in ``missing`` that the model's constructor may create, such as those of a new head.
 
-        ``made`` are the candidates. A tensor of a numbered layer is excluded if the files hold the same tensor of
-        another layer.
+        ``made`` are the candidates. A tensor of a numbered layer is excluded if the files hold the tensor of the same
+        name in another layer, as ``layers.3.weight`` for ``layers.7.weight``.
         """
         there = {_NUMBER.sub("*", name) for name in self._recipes}
         return {name for name in missing if name in made and _NUMBER.sub("*", name) not in there}
 
     def _extra(self, known: Collection[str]) -> list[str]:
-        """Return the names of unused tensors in the files, from which no tensor in ``known`` is computed."""
+        """Return the names of the tensors in the files from which no tensor in ``known`` is computed.
+
+        Tensors that the layout allows to be unused (:meth:`FileLayout.may_hold`) are left out.
+        """
         used = {name for name, recipe in self._recipes.items() if name in known}
         sources = {source for name in used for source in self._recipes[name].sources}
         return [

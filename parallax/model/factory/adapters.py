@@ -244,7 +244,7 @@ def merged(module: nn.Module) -> nn.Module:
     """Merge the adapter in ``module`` into the weights of the base's module, and return the base's module.
 
     ``module`` is one of :func:`adapted_modules`, with values. Raises :class:`ConfigError` if peft cannot merge this
-    kind.
+    kind of adapter.
     """
     adapting = cast(Any, module)
     try:

@@ -52,7 +52,10 @@ class PretrainedLayout:
         self._unread = _pattern(unread)
 
     def may_lack(self, name: str) -> bool:
-        """Return whether the files may lack the model's tensor ``name``, because the constructor creates it."""
+        """Return whether files usually lack the model's tensor ``name``, so that no message reports it as missing.
+
+        The constructor creates such a tensor.
+        """
         return self._unmissed(name)
 
     def may_hold(self, name: str) -> bool:
@@ -92,7 +95,7 @@ class PretrainedLayout:
     def saved(self, names: Iterable[str]) -> list[Recipe]:
         """Return recipes that compute the tensors to write to files, as ``save_pretrained`` does.
 
-        ``names`` are the model's tensors that they are computed from.
+        ``names``: the model's tensors from which the tensors in the files are computed.
         """
         from transformers import core_model_loading
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -120,8 +123,10 @@ class PretrainedLayout:
         return found
 
     def kept_name(self, names: Sequence[str]) -> str:
-        """Return the name under which a tensor is saved, given all its ``names``: the name to which transformers ties
-        the others."""
+        """Return the one of ``names``, which are all names of one tensor, that :meth:`saved` expects.
+
+        It is the name to which transformers ties the others.
+        """
         tied = getattr(self._model, "all_tied_weights_keys", None) or {}
         return next((name for name in names if name not in tied), names[0])
 

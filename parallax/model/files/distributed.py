@@ -1,9 +1,9 @@
 """Read tensors from folders of torch.distributed.checkpoint without executing code from them.
 
 The index of such a folder, ``.metadata``, is a pickle. When torch loads a pickle, the pickle may call any function of
-any module. So a restricted unpickler is used here. It accepts a dozen names of torch's own records, creates a plain
-data object for each, and rejects all other names. It creates no objects of torch's classes and finds no functions. The
-data is then validated: types, names of files beside the index, and byte ranges within these files.
+any module. So a restricted unpickler is used here. It accepts a few names, mostly of torch's metadata classes, and
+rejects all others. For an object of these classes it creates a plain data object, and it calls none of torch's code.
+The data is then validated: types, names of files beside the index, and byte ranges within these files.
 
 The values are in the other files, where ``torch.save`` wrote them one after the other. They are loaded with
 ``weights_only=True``, torch's own restricted reader of tensors.
@@ -30,7 +30,7 @@ _PLACES = "torch.distributed.checkpoint.filesystem"
 
 
 class _Record:
-    """A plain data object in place of an object of torch. It stores the constructor's arguments and the state."""
+    """A plain data object in place of an object in the pickle. It stores the constructor's arguments and the state."""
 
     def __init__(self, *made_of: Any) -> None:
         self.made_of = made_of

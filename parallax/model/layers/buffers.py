@@ -129,9 +129,11 @@ class ChangingBuffers:
                 place.owner[place.name] = tensor
 
     def end_forward(self) -> None:
-        """Save one more tensor for backward, if an operator of the block fills an argument that it has saved.
+        """Save one more tensor for backward, if the block is compiled or if one of its operators may fill an argument
+        that it has saved.
 
-        Call this after the last operator of a forward that may be recomputed, and of its recomputation.
+        A recomputation stops at the last saved tensor, and must not stop before the argument is filled. Call this after
+        the last operator of a forward that may be recomputed, and of its recomputation.
         """
         if self._fills_saved:
             torch.zeros((), requires_grad=True).exp()
@@ -177,10 +179,10 @@ class ChangingBuffers:
 
 
 class BufferSnapshot:
-    """The values of a block's changing buffers before one forward.
+    """The values that a block's changing buffers had before one forward.
 
-    ``values``: (place of a buffer, value). ``complete``: the forward has ended. ``sizes``: the symbols for row lengths
-    of the forward's nested tensors.
+    ``values``: (place of a buffer, value) for each of these buffers. ``complete``: the forward has ended. ``sizes``
+    makes recomputations use the same symbols for the row lengths of nested tensors as the forward.
     """
 
     def __init__(self) -> None:

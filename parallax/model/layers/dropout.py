@@ -73,7 +73,7 @@ class RowDropout(TorchFunctionMode):
 
     @property
     def drew(self) -> bool:
-        """Whether any dropout function was called with 0 < p < 1."""
+        """Whether any dropout function was called in training mode with 0 < p < 1."""
         return self._calls > 0
 
     def __torch_function__(

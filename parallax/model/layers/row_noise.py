@@ -31,7 +31,10 @@ _WORDS = 4  # per row
 
 
 class RowNoise:
-    """Generates masks on ``device``, where it stores constants: 4 KiB, and 8 bytes per run of 1024 numbers in a row."""
+    """Generates masks on ``device``.
+
+    It stores constants there: 4 KiB, and 8 bytes for each 1024 numbers of the longest row.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -33,8 +33,8 @@ def make_gradients_dense(parameters: Mapping[str, Tensor]) -> None:
 class _DensifyingHook:
     """A hook that runs before a gradient is accumulated into ``.grad``, and makes ``.grad`` dense.
 
-    The hook cannot change the layout of the gradient. But a sparse gradient that is added to dense zeros becomes dense.
-    The hook refers to the parameter weakly, to avoid a reference cycle.
+    The hook cannot return a gradient of another layout. So it sets ``.grad`` to dense zeros, and adding a sparse
+    gradient to dense zeros gives a dense one. The hook refers to the parameter weakly, to avoid a reference cycle.
     """
 
     def __init__(self, name: str, parameter: Tensor) -> None:

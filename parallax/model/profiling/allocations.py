@@ -19,7 +19,7 @@ class Allocations(NamedTuple):
 
     ``most``    the peak during the call, above the bytes allocated before it
     ``left``    bytes that the call has allocated and not freed
-    ``blocks``  the bytes of each allocated block of memory on a CPU; empty on other devices
+    ``blocks``  the bytes of each single allocation on a CPU; empty on other devices
     """
 
     most: int

@@ -1,14 +1,14 @@
 """Time blocks: a clock, the eviction of caches before each measurement, and a measure of how busy the machine was.
 
-A profile holds the costs on an idle machine. How ranks slow each other down is predicted by the planner, and other
-users of the machine must not count. So if one thread does all work, its CPU time is read, which excludes the time in
-which other threads run. In a step, other blocks have evicted a block's weights and inputs from the caches, so the
-caches are evicted before each measurement.
+A profile holds the costs on an idle machine. The planner predicts how ranks slow each other down, and other users of
+the machine must not count. So if one thread does all work, its CPU time is read, which excludes the time in which other
+threads run. In a step, other blocks have evicted a block's weights and inputs from the caches, so the caches are
+evicted before each measurement.
 
 CPU time excludes waits for a core, but not every disturbance. Other programs also slow down caches and the shared units
-of a core. And if several threads compute and one of them has no core, the others wait for it. Two figures show such
-disturbances. They are taken around each timed part: the ratio of wall time to time with a core, and the time of a fixed
-matrix product, which is constant on an idle machine.
+of a core. And if several threads compute and one of them has no core, the others wait for it. Two figures, taken for
+each timed part, show such disturbances. One is the ratio of the part's wall time to its wall time without waits for a
+core. The other is the time of a fixed matrix product, which is constant on an idle machine.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class Clock:
             self._warm_up()
 
     def now(self) -> float:
-        """Return seconds since an arbitrary origin, after waiting for all work on the device."""
+        """Return seconds since an arbitrary origin, after waiting for all work on the device.
+
+        On a CPU these are seconds of CPU time if ``undisturbed``, and of wall time otherwise.
+        """
         if self.undisturbed:
             return time.thread_time()  # backward runs on the calling thread too
         if self._device.type != "cpu":
@@ -58,9 +61,10 @@ class Clock:
         return time.perf_counter()
 
     def elapsed(self) -> float:
-        """Return seconds since an arbitrary origin, for work of several threads.
+        """Return seconds since an arbitrary origin, to time work that several threads of this process share.
 
-        Waits for other threads of the process are included. Waits for a core are excluded, if the system reports them.
+        Waits of this thread for the other threads are included. Its waits for a core are excluded, if the system
+        reports them.
         """
         if self._device.type != "cpu":
             return self._device_now()
@@ -145,9 +149,10 @@ def disturbance(wall: float, waited: float, references: Sequence[float]) -> floa
 
 
 class NoiseMeter:
-    """Adds up wall time and waits of timed parts, and times a fixed matrix product before each part.
+    """Adds up the wall time of timed parts and their waits for a core.
 
-    ``clock``: measures the waits and the products. ``wall()`` returns the wall time in seconds.
+    Before each part, it times a fixed matrix product. ``clock`` measures the waits and the products. ``wall()`` returns
+    the wall time in seconds.
     """
 
     def __init__(

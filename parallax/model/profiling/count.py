@@ -440,10 +440,11 @@ def _work(chain: Chain, index: int, low: _Counted, high: _Counted, minimum_bytes
 def _by_size(
     low: tuple[int, tuple[int, ...]], high: tuple[int, tuple[int, ...]], minimum_bytes: int
 ) -> tuple[Affine, Affine]:
-    """Return the bytes of tensors of at least ``minimum_bytes``, which are offloaded, and of smaller ones.
+    """Return two costs as functions of the number of rows: the bytes of the tensors of at least ``minimum_bytes``,
+    which can be offloaded, and the bytes of the smaller tensors.
 
-    ``low`` and ``high``: a number of rows, and with it the bytes of each tensor. A tensor that is small with these rows
-    may be large with those of a run, so both costs have a step where a tensor reaches the minimum.
+    ``low`` and ``high``: a number of rows, and the bytes that each tensor has with it. A tensor grows with the rows, so
+    both functions have a step at the number of rows at which a tensor reaches the minimum.
     """
     (few, sizes), (many, larger) = low, high
     if len(sizes) != len(larger):
@@ -457,7 +458,7 @@ def _by_size(
         """Return the total bytes of some tensors, as a function of the number of rows.
 
         For n rows these are the tensors for which ``chosen(m, n)`` is true, where m is the least number of rows with
-        which the tensor has ``minimum_bytes``.
+        which the tensor has at least ``minimum_bytes``.
         """
 
         def at(count: float) -> list[Affine]:
@@ -472,8 +473,8 @@ def _by_size(
 
 
 def _least_rows(line: Affine, size: int) -> float:
-    """Return the least whole number of rows, above 0, with which a tensor has ``size`` bytes; infinite if there is
-    none. ``line``: the bytes of the tensor as a function of the rows."""
+    """Return the least whole number of rows, above 0, with which a tensor has at least ``size`` bytes; infinite if
+    there is none. ``line``: the bytes of the tensor as a function of the rows."""
     if line.at(1) >= size:
         return 1.0
     return float(math.ceil((size - line.fixed) / line.per_row)) if line.per_row > 0 else math.inf

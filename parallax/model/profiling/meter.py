@@ -45,7 +45,7 @@ class PassWork:
 def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> float:
     """Return the operations of attention: the product of queries and keys, and the product of scores and values.
 
-    A causal kernel skips half of them.
+    A causal kernel skips half of these operations.
     """
     # Dropout, is_causal.
     _, is_causal = rest if len(rest) == 2 else (0.0, named.get("is_causal", False))
@@ -66,8 +66,10 @@ def _attention_backward(
 
 
 def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any, **_: Any) -> float:
-    """Return the operations of a convolution's backward: those of its forward for each of the two gradients. Torch's
-    formula counts the weight gradient of grouped convolutions once for each group."""
+    """Return the operations of a convolution's backward: those of its forward for each of the two gradients.
+
+    Torch's own formula is not used, because it counts the weight gradient of a grouped convolution once for each group.
+    """
     transposed, wanted = rest[4], rest[7]
     forward = conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), transposed)
     return float(forward * sum(wanted[:2]))
@@ -138,7 +140,7 @@ class WorkMeter(OperatorMode):
     @contextmanager
     def watch(self) -> Iterator[Callable[[], tuple[PassWork, int]]]:
         """A context that counts work. It yields a function that returns two results: the work since the context was
-        entered, and by how many bytes the peak exceeds the bytes that were alive then."""
+        entered, and the peak of live bytes since then, above the bytes that were alive on entry."""
         self._base = self._peak = self._level
         self._found = PassWork()
         with self:

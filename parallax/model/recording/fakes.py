@@ -211,7 +211,10 @@ def _with_values(
 
 
 def renested(like: Any, values: Tensor, offsets: Tensor) -> Tensor:
-    """Return a nested tensor of ``values`` with the layout of ``like`` and the row boundaries ``offsets``."""
+    """Return a jagged nested tensor of ``values`` with the row boundaries ``offsets``.
+
+    Its ragged dimension, and the least and greatest row lengths that torch caches, are those of ``like``.
+    """
     found: Tensor = torch.nested.nested_tensor_from_jagged(
         values,
         offsets,
@@ -250,8 +253,8 @@ class AttributeChange:
     def changed(self) -> dict[tuple[str, str], Any]:
         """Return the attributes that have changed since this object was made.
 
-        The result is {(module path, attribute name): (present value, copy)}. For a container the copy is a copy of its
-        content, otherwise None.
+        The result is {(module path, attribute name): (present value, copy)}. ``copy`` is a shallow copy of the value if
+        it is a container, otherwise None.
         """
         return {
             (path, name): value
@@ -286,8 +289,8 @@ class AttributeChange:
 
 
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Return the attributes of a module, without those of torch itself, as {name: (value, copy)}. For a container the
-    copy is a copy of its content, otherwise None."""
+    """Return the attributes of a module, without those of torch itself, as {name: (value, copy)}. ``copy`` is a shallow
+    copy of the value if it is a container, otherwise None."""
     return {
         name: (value, copy.copy(value) if isinstance(value, _CONTAINERS) else None)
         for name, value in vars(module).items()

@@ -59,8 +59,11 @@ class SampleShapes:
 
     @property
     def shared_sizes(self) -> tuple[tuple[int, int], ...]:
-        """Pairs (index in :attr:`shapes`, size) of a tensor and one of its sizes, for each of :attr:`sizes` that
-        several tensors have, perhaps by coincidence. Tensors without rows are left out."""
+        """Pairs (index of a tensor in :attr:`shapes`, size) for the sizes that several tensors have.
+
+        Such tensors may have the same size by coincidence. Only the sizes in :attr:`sizes`, and only tensors with rows,
+        are considered.
+        """
         found = [
             (index, size)
             for index, (_, shape, rows) in enumerate(self.shapes)
@@ -73,7 +76,8 @@ class SampleShapes:
     def limits(self, fixed: Collection[int]) -> tuple[tuple[int | None, ...], ...]:
         """Return, for each tensor, the required size of each dimension, or None if the dimension may have any size.
 
-        The number of rows may have any size, and so may each size that is at least 4 and is not in ``fixed``.
+        A dimension may have any size if it is the row dimension, or if its size in the sample is at least 4 and not in
+        ``fixed``.
         """
         return tuple(
             tuple(
@@ -119,11 +123,11 @@ class SampleValues:
         self._sample, self._shapes, self._rows = sample, shapes, rows
 
     def named(self, rows: int, change: SizeChange | None = None) -> Mapping[str, Tensor]:
-        """Return {name: tensor} for inputs of ``rows`` rows. ``change`` maps sizes to the smaller sizes to use in their
-        place.
+        """Return {name: tensor} for inputs of ``rows`` rows.
 
-        The first row depends on ``rows``, so that two calls use different rows of the sample. Otherwise a coincidence
-        in some rows could be mistaken for a property of all.
+        ``change`` maps sizes of the sample to the smaller sizes to use in their place. The index of the first row
+        depends on ``rows``, so that calls with different ``rows`` use different rows of the sample. Otherwise a
+        coincidence in some rows could be mistaken for a property of all.
         """
         order = iter(self._given)
 

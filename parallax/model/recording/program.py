@@ -45,7 +45,7 @@ _SORTS = "sort", "argsort"
 
 @dataclass(frozen=True)
 class Number(Slot):
-    """A placeholder for a size that differs between runs. ``values``: the size in each run."""
+    """A placeholder for a size that differs between recorded runs of a forward. ``values``: the size in each run."""
 
     values: tuple[Any, ...]
 
@@ -94,8 +94,8 @@ class ForwardTensor:
     """A tensor of the program.
 
     ``index``   the number of the tensor in the program
-    ``traced``  the tensor in the trace of the first run
-    ``shapes``  the tensor's shape in every run
+    ``traced``  the tensor in the trace of the first recorded run
+    ``shapes``  the tensor's shape in every recorded run
     ``rows``    the dimension that the micro-batch's rows are in; -1: the tensor has no rows; None: its values depend on
                 the rows in another way
     ``maker``   the position of the step that computes it; -1 for inputs, and for tensors that blocks hold
@@ -120,7 +120,8 @@ class ForwardTensor:
 
 @dataclass
 class ForwardProgram:
-    """The program of all runs: steps in order, all tensors, and the return value with a slot for each tensor.
+    """The program of all recorded runs of a forward: calls in order, all tensors, and the return value with a slot for
+    each tensor.
 
     ``inputs``                    the numbers of the input tensors
     ``evaluates`` and ``trains``  whether the program is that of evaluation, and that of training; usually both are True
@@ -146,7 +147,7 @@ def merge_traces(
     evaluation: ForwardTrace | None,
     layer: str = "",
 ) -> ForwardProgram:
-    """Return the program that all ``runs`` have in common. Run i had ``rows[i]`` rows.
+    """Return the program that the traces of all ``runs`` have in common. The inputs of run i had ``rows[i]`` rows.
 
     ``evaluation``: a run in evaluation mode, with the inputs of the first run; None: the program is for training only.
     ``layer``: the module at whose output the runs end; empty: they end at the model's output. Raises
@@ -185,7 +186,7 @@ def merge_traces(
 
 
 class _Correspondence:
-    """Maps the tensors of the first run, ``base``, to those of another run."""
+    """Maps the tensors of ``base``, the trace of the first run, to those of ``trace``, the trace of another run."""
 
     def __init__(self, base: ForwardTrace, trace: ForwardTrace) -> None:
         self.base, self.trace = base, trace
@@ -268,12 +269,13 @@ def _merge(
     late: Any,
     evaluated: _Correspondence | None,
 ) -> Any:
-    """Return the arguments of a call, with slots for the values that differ between runs.
+    """Return the arguments of a call, with slots for the values that differ between the recorded runs.
 
-    ``nests``                   the arguments in each run
-    ``others``                  for each run, the mapping of the first run's tensors to those of this run
-    ``late`` and ``evaluated``  the same for the run in evaluation mode, if there is one
-    ``owner``                   the module that makes the call, for errors
+    ``nests``      the arguments in each run
+    ``owner``      the path of the module that makes the call, for errors
+    ``others``     for each run, the mapping of the first run's tensors to those of this run
+    ``late``       the arguments in the run in evaluation mode, if there is one
+    ``evaluated``  the mapping of the first run's tensors to those of the run in evaluation mode; None: there is none
     """
     columns = list(zip(*(parts(nest) for nest in nests), strict=True))
     lates: Iterator[Any] = iter(parts(late)) if evaluated is not None else iter(())

@@ -105,10 +105,10 @@ def trace_and_partition(
     """Record the forward of ``model``, which is on the meta device, and return its partition into blocks.
 
     ``value_of`` returns the initial value of a buffer, for branches on it. ``layer``: the module at whose output the
-    last block ends; empty: it ends at the model's output. ``task`` without training: a model that computes something
-    else in evaluation is recorded in evaluation only. For inference, modules of the kinds :data:`FUSED` are not
-    divided. ``evaluates_later``: no warning of a model that computes something else in evaluation, because the caller
-    records its evaluation next.
+    last block ends; empty: it ends at the model's output. ``task``: for a task without training, a model that computes
+    something else in evaluation is recorded in evaluation only; for inference, modules of the kinds :data:`FUSED` are
+    not divided. ``evaluates_later``: do not warn that the model computes something else in evaluation, because the
+    caller records its evaluation next.
 
     Raises :class:`DescribeError` if the forward is not traceable. The message has the line of the model's code and the
     remedies.
@@ -511,15 +511,18 @@ class WorkShares:
         self._all_numel = max(1, self._numel[""])
 
     def share_of(self, path: str) -> float:
-        """Return the larger of the two fractions of the module ``path``."""
+        """Return the module's fraction of the model's operations or of its parameters, whichever is larger.
+
+        ``path``: the module's path in the model.
+        """
         numel = self._numel.get(path, 0) / self._all_numel
         return max(numel, self._flops.get(path, 0) / self._all_flops)
 
     def share_of_step(self, step: ForwardStep) -> float:
-        """Return the larger of the two fractions of the module that ``step`` calls.
+        """Return the fraction of the model's work that the recorded call ``step`` does.
 
-        A function has no such fractions. For a step that calls one, the result is assumed: 1/:data:`PARTS` for a
-        product with a parameter, otherwise 0.
+        For a call of a module it is :meth:`share_of` this module. For a call of a function it is assumed:
+        1/:data:`PARTS` for a product with a parameter, otherwise 0.
         """
         if step.module is None:
             return 1 / PARTS if step.heavy else 0.0

@@ -5,8 +5,9 @@ depends on integer inputs is computed from the sample. Activations and parameter
 several values in turn, and an answer is accepted only if it is equal for all fillings, for example that no number is
 NaN. Answers that depend on inputs or fillings are assumptions, which are checked with every batch (:mod:`.expected`).
 
-Uniform random numbers are filled with their least and greatest value, among others: so a layer that is dropped with
-probability 0 is never dropped.
+Uniform random numbers in [0, 1) are filled with their least and greatest value, and with 0.5. So a branch on them is
+accepted only if all three numbers take it: a layer that its model drops with probability 0 is traced, and one that it
+drops with probability 0.1 is not traceable.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def verify(
     The forwards are compared on the first rows of ``batch``, and the loss of some rows is compared with that of their
     parts. ``padded()`` returns rows of which some are padded, or None; their loss must not depend on the padding.
 
-    ``when``: ``auto`` verifies a model that has no cached verdict and fits the host; True always verifies; False never
-    does. ``key``: a text on everything that model and rows depend on besides their code. Raises
+    ``when``: ``auto`` verifies a model that has no cached verdict and fits the host's memory; True always verifies;
+    False never does. ``key``: a text on everything that model and rows depend on besides their code. Raises
     :class:`~parallax.errors.DescribeError` if the chain computes something else than the model.
     """
     if when is False:

@@ -44,8 +44,8 @@ logger = logging.getLogger("parallax")
 class _Piece:
     """One block of the program.
 
-    ``steps``                     the steps of the block
-    ``module``                    the module that runs them
+    ``steps``                     the recorded calls of the block
+    ``module``                    the module that runs these calls
     ``entering`` and ``leaving``  the numbers of its input and output tensors
     ``last``                      it is the last block
     """
@@ -61,8 +61,9 @@ class _Piece:
 class ProgramPartitioner:
     """Finds the block boundaries of ``program`` and builds the blocks.
 
-    ``share(step)`` returns a step's fraction of the model's work. ``least``: the smallest fraction that a block has, if
-    possible. ``whole``: the blocks must hold all tensors of the model, also unused ones.
+    A step is one recorded call in the forward, and ``share(step)`` returns its fraction of the model's work. ``least``:
+    the smallest fraction that a block has, if possible. ``whole``: the blocks must hold all tensors of the model, also
+    unused ones.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class ProgramPartitioner:
     # ---- boundaries
 
     def _bounds(self) -> list[int]:
-        """Return the position of the first step of each block, except the first block."""
+        """Return, for each block except the first, the index of its first step (recorded call) in the program."""
         heavy = [step for step in self._steps if step.heavy]
         remaining = sum(map(self._share, heavy))
         found, gathered = [], 0.0
@@ -148,7 +149,8 @@ class ProgramPartitioner:
         return found
 
     def _cost(self, position: int) -> int | None:
-        """Return the bytes that cross a boundary before step ``position``; None if no boundary is possible there."""
+        """Return the bytes that cross a block boundary before the step (recorded call) with index ``position``; None if
+        no boundary is possible there."""
         if any(low < position <= high for low, high in self._forbidden):
             return None
         alive = self._live_tensors(position)
@@ -163,7 +165,10 @@ class ProgramPartitioner:
         return sum(tensor.traced.nbytes for tensor in alive) if alive else None
 
     def _live_tensors(self, position: int) -> list[ForwardTensor]:
-        """Return the tensors that cross a boundary before step ``position``: earlier tensors that later steps use."""
+        """Return the tensors that cross a block boundary before the step (recorded call) with index ``position``.
+
+        These are tensors of earlier steps that this step or later ones use.
+        """
         return [
             tensor
             for tensor in self._tensors
@@ -174,9 +179,10 @@ class ProgramPartitioner:
         ]
 
     def _record_use(self, index: int, position: int) -> None:
-        """Record that tensor ``index`` is used by step ``position``.
+        """Record that the step (recorded call) with index ``position`` uses tensor ``index``.
 
-        If the tensor is recomputed, its sources are recorded as used there, too.
+        If blocks recompute the tensor instead of receiving it, the tensors that it is computed from are recorded as
+        used by that step, too.
         """
         if self._last_use[index] >= position:
             return
@@ -219,10 +225,10 @@ class ProgramPartitioner:
         return {self._tensors[i].traced.storage for step in self._steps for i in step.writes}
 
     def _intervals(self) -> list[tuple[int, int]]:
-        """Return pairs (first step, last step) of steps that must be in one block.
+        """Return pairs (index of the first step, index of the last step) of steps that must be in one block.
 
-        Such steps are all uses of a module with buffers; the step that computes a tensor and those that change it in
-        place; and the steps between a derivative and the tensors that it is computed from.
+        A step is a recorded call. One block must have all calls of a module with buffers; the call that computes a
+        tensor and those that change it in place; and all calls from the operands of a derivative to the derivative.
         """
         found: list[tuple[int, int]] = []
         first: dict[Any, int] = {}
@@ -253,7 +259,7 @@ class ProgramPartitioner:
     # ---- blocks
 
     def _piece(self, low: int, high: int) -> _Piece:
-        """Return a block of the steps from ``low`` to ``high`` − 1."""
+        """Return a block of the steps (recorded calls) with indices from ``low`` to ``high`` − 1."""
         entering = [t.index for t in self._live_tensors(low)] if low else self._program.inputs
         last = high == len(self._steps)
         leaving = self._results if last else [t.index for t in self._live_tensors(high)]
@@ -266,9 +272,9 @@ class ProgramPartitioner:
         return _Piece(name, module, steps, entering, leaving, last)
 
     def _is_needed(self, step: ForwardStep) -> bool:
-        """Return whether the block that has ``step`` in its range must run it.
+        """Return whether the block to which the recorded call ``step`` belongs must run this call.
 
-        A step is left out if all its results are recomputed where they are used.
+        A call is left out if all its results are recomputed in the blocks that use them.
         """
         gives = [i for _, i in step.results]
         return not gives or not all(i in self._recomputed for i in gives)

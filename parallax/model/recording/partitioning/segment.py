@@ -40,15 +40,15 @@ _LITERALS = bool, int, str, bytes, type(None), type(Ellipsis)
 
 
 class RecordedSegment(nn.Module):
-    """The module of one block, which runs some steps of a model's forward.
+    """The module of one block, which runs some of the recorded calls of a model's forward.
 
-    It holds the model's own modules and tensors, under names that are equal in segments with equal steps.
+    It holds the model's own modules and tensors. Two blocks with equal calls use equal names for them.
 
-    ``code``            the text of the function ``run``, whose arguments are the segment and the block's inputs
+    ``code``            the text of the function ``run``, whose arguments are this module and the block's inputs
     ``members``         {name: (module or tensor, whether the tensor is persistent as a buffer)}
     ``other_mode``      {mode: names of the modules that are not in this mode after ``train(mode)``}
-    ``evaluates``       the steps are also those of evaluation
-    ``differentiates``  some steps compute gradients, as models that predict forces do. The segment then records the
+    ``evaluates``       the calls are also those of the forward in evaluation
+    ``differentiates``  some calls compute gradients, as models that predict forces do. The module then records the
                         autograd graph in evaluation, too.
     """
 
@@ -107,7 +107,7 @@ class UnknownSize(Exception):
 class SegmentWriter:
     """Generates the code of one block. The block's inputs are the tensors with the numbers ``entering``.
 
-    ``unfold``: the row dimension of each input is at 0 and is moved back to its place in the model.
+    ``unfold``: each input has its row dimension at 0, and the code moves it back to its place in the model.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class SegmentWriter:
         )
 
     def _held_names(self, paths: Iterable[str]) -> Iterator[str]:
-        """Yield the name inside the segment of each module in ``paths`` that the segment holds."""
+        """Yield the name inside the block's module of each module in ``paths`` that the block holds."""
         for path in sorted(paths):
             for name, owner in self._modules.items():
                 if path == owner or path.startswith(f"{owner}."):
@@ -389,7 +389,8 @@ _DIVISORS = range(2, 65)
 def expression(values: tuple[Any, ...], known: Mapping[Sizes, str]) -> str | None:
     """Return Python code that computes a size, or None if there is no such code.
 
-    ``values``: the size in each run. ``known``: {size in each run: code} for the sizes of available tensors.
+    ``values``: the size in each recorded run of the forward. ``known``: {size in each run: code} for the sizes of
+    available tensors.
     """
     known = {size: name for size, name in known.items() if len(set(size)) > 1}
     products = {
@@ -406,8 +407,8 @@ def expression(values: tuple[Any, ...], known: Mapping[Sizes, str]) -> str | Non
 def _forms(values: tuple[Any, ...], size: Sizes, name: str) -> Iterator[str]:
     """Yield expressions that compute one size from another, simplest first.
 
-    ``values``: the size to compute, in each run. ``size``: the other size, in each run. ``name``: the code of the other
-    size.
+    ``values``: the size to compute, in each recorded run of the forward. ``size``: the other size, in each run.
+    ``name``: the code of the other size.
     """
     if values == size and all(type(value) is int for value in values):
         yield name
