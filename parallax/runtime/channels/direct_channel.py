@@ -87,7 +87,8 @@ class DirectReceiver:
         """Return the tensors of the next message, with the shapes and dtypes in its header.
 
         The host waits only for the header. The device receives the values before it runs any work that the caller then
-        queues on its stream. ``copy`` gives each tensor its own memory. ``rows`` is ignored.
+        queues on its stream. ``copy`` is called with each tensor and returns it in memory of its own. ``rows`` is
+        ignored.
         """
         self.post(rows)
         assert self._posted is not None

@@ -2,9 +2,9 @@
 
 A message is packed behind a header that describes it. Shapes rarely change, so the receiver posts the receive of the
 next message before it is needed, and the bytes arrive while the receiver computes. For this, the receiver must guess
-the size of the next message. It assumes the layout of the last message, with another number of rows. The sender makes
-the same guess. A message that fits is sent into the posted buffer. If a message is larger, only the start of its header
-is sent into that buffer. Then the whole message is sent into a second, larger buffer.
+the size of the next message. It assumes the types and shapes of the previous message, with another number of rows. The
+sender makes the same guess. A message that fits is sent into the posted buffer. If a message is larger, only the start
+of its header is sent into that buffer. Then the whole message is sent into a second, larger buffer.
 
 Header and payload share one buffer because gloo's cost is per message, not per byte: with two messages, a round trip
 took three times as long.
@@ -39,8 +39,8 @@ from parallax.runtime.channels.staging import Lease, Staging
 
 
 class _Guess:
-    """The expected layout of the next message: the layout of the last message with another number of rows. Both ends of
-    a channel make the same guess."""
+    """Predicts the size of the next message from the types and shapes of the previous one, with another number of rows.
+    Both ends of a channel make the same guess."""
 
     def __init__(self) -> None:
         self._spec: Spec = ()
@@ -57,7 +57,7 @@ class _Guess:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The destination of a channel: a process group, the peer's rank in the group, and the channel's tag."""
+    """The other end of a channel: a process group, the peer's rank in the group, and the channel's tag."""
 
     group: dist.ProcessGroup | None
     peer: int
@@ -109,7 +109,8 @@ class GroupSender:
         self._guess, self._underway = _Guess(), Underway()
 
     def send(self, tensors: Sequence[Tensor], rows: int) -> None:
-        """Send one message, expected to have ``rows`` rows; blocks only while the peer is ``ahead`` messages behind."""
+        """Send one message; blocks only while the peer is ``ahead`` messages behind. ``rows``: the number of rows from
+        which both ends guess the message's size."""
         spec = spec_of(tensors)
         layout, header = lay_out(spec), header_of(spec)
         whole, guess = header.numel() + layout.size, self._guess.size(rows)
@@ -147,7 +148,8 @@ class GroupReceiver:
         self._posted: tuple[dist.Work, Lease] | None = None
 
     def post(self, rows: int) -> None:
-        """Post the buffer of the next message, expected to have ``rows`` rows."""
+        """Post the receive of the next message. ``rows``: the number of rows from which both ends guess the message's
+        size."""
         if self._posted is None:
             self._posted = self._begin(self._guess.size(rows))
 

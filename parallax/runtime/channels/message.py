@@ -121,7 +121,7 @@ def lay_out(spec: Spec) -> Layout:
 
 @lru_cache(maxsize=256)
 def read_numbers(numbers: tuple[int, ...]) -> Layout:
-    """Return the layout that ``numbers`` describe."""
+    """Return the layout whose :attr:`Layout.numbers` are ``numbers``."""
     spec, at = [], 1
     for _ in range(numbers[0]):
         dtype, dims = _DTYPES[numbers[at]], numbers[at + 1]
@@ -132,8 +132,8 @@ def read_numbers(numbers: tuple[int, ...]) -> Layout:
 
 @lru_cache(maxsize=256)
 def header_of(spec: Spec) -> Tensor:
-    """Return the header of a message with the types and shapes in ``spec`` as bytes: the size of the whole message, the
-    count of the layout's numbers, and the numbers."""
+    """Return the header of a message with the types and shapes in ``spec``, as bytes. It holds the size of the whole
+    message in bytes, the length of :attr:`Layout.numbers`, and these numbers."""
     layout = lay_out(spec)
     count = _header_bytes(len(layout.numbers))
     numbers = torch.zeros(count // 8, dtype=torch.int64)
@@ -143,9 +143,10 @@ def header_of(spec: Spec) -> Tensor:
 
 
 def read_header(buffer: Tensor) -> tuple[int, tuple[int, ...]]:
-    """Return the size of the whole message in bytes, and the numbers of its layout.
+    """Return the size of the whole message in bytes and its :attr:`Layout.numbers`, from the header that starts
+    ``buffer``.
 
-    If ``buffer`` ends within the header, numbers beyond the end of ``buffer`` are missing.
+    If ``buffer`` ends within the header, the numbers beyond the end of ``buffer`` are missing.
     """
     numbers = buffer[:LEAST].view(torch.int64).tolist()
     whole, count = numbers[:2]

@@ -163,7 +163,7 @@ class SharedSender:
             raise _failure(self._peer, error) from error
 
     def flush(self) -> None:
-        """No-op: sent messages are in memory that the peer has mapped."""
+        """No-op: a sent message is already in memory that the peer can read."""
 
     def _settle(self) -> None:
         """Free the slots of messages that the peer has received. If no slot is free, wait for one."""
@@ -182,7 +182,8 @@ class SharedSender:
                 self._free.append(slot)
 
     def _describe(self, spec: Spec) -> None:
-        """Send the layout of the following messages and, if they need one, a larger ring."""
+        """Send the layout of the following messages, whose types and shapes are ``spec``. If the ring is too small for
+        them, send a larger ring first."""
         layout = lay_out(spec)
         if self._ring is None or layout.size > self._ring.size:
             self._ring = self._grow(layout.size)
@@ -225,7 +226,7 @@ class SharedReceiver:
         self._awake = True
 
     def post(self, rows: int) -> None:
-        """No-op: messages wait in the ring."""
+        """No-op: messages arrive in the ring without a posted receive."""
 
     def receive(self, rows: int, copy: Copy = torch.clone) -> tuple[Tensor, ...]:
         del rows  # sizes are not guessed
@@ -256,8 +257,8 @@ class SharedReceiver:
         return found[0]
 
     def _wait(self, connection: socket.socket) -> bytes:
-        """Return the byte that the peer sends. If the last wait took microseconds, poll and yield the core instead of
-        sleeping."""
+        """Wait for the next byte from the peer, and return it; b"" if the peer has ended. If the previous wait took
+        microseconds, poll and yield the core instead of sleeping."""
         start = time.perf_counter()
         while self._awake and time.perf_counter() < start + _PATIENCE:
             os.sched_yield()
@@ -357,7 +358,8 @@ def _new_socket() -> socket.socket:
 
 
 def _limit_waits(connection: socket.socket) -> None:
-    """Set the socket's timeouts in the kernel: Python's own would cost another system call for each wait."""
+    """Set the socket's timeouts to that of process groups. They are set in the kernel, because Python's own would cost
+    another system call for each wait."""
     _sockets.add(connection)
     limit = struct.pack("ll", int(mesh.TIMEOUT.total_seconds()), mesh.TIMEOUT.microseconds)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

@@ -30,11 +30,11 @@ _GRADIENTS = (Kind.RECEIVE_GRADIENT, Kind.SEND_GRADIENT)
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """This rank's part of each micro-batch of a given size.
+    """The rows that this rank computes of a micro-batch; they are the same for all micro-batches of one size.
 
-    ``start`` is its first row, counted from the start of the micro-batch, and ``rows`` its number of rows. ``shares``
-    maps each adjacent stage to the rows that this rank shares with each replica of that stage. These rows are counted
-    from ``start``.
+    ``start`` is the first of these rows, counted from the start of the micro-batch, and ``rows`` is their number.
+    ``shares`` maps each adjacent stage to pairs: a replica of that stage, and the rows that this rank exchanges with
+    it, counted from ``start``.
     """
 
     start: int
@@ -86,16 +86,19 @@ class StageIO:
         ]
 
     def begin(self, rows: int, micro_batches: int, share: int | None = None) -> None:
-        """Start a step over ``rows`` rows, which are divided into ``micro_batches`` micro-batches. ``share``: the
-        replica whose rows this rank computes, with the ranks of its own replica of the other stages; by default its
-        own."""
+        """Start a step over ``rows`` rows, which are divided into ``micro_batches`` micro-batches.
+
+        By default, this rank computes the rows of its own replica. If ``share`` is given, as for asynchronous replicas,
+        it computes the rows of the replica with this index. Then its peers are the ranks that have the same replica
+        index as this rank in the adjacent stages.
+        """
         bounds = [micro_batch_rows(rows, micro_batches, micro) for micro in range(micro_batches)]
         self._sizes = [high - low for low, high in bounds]
         self._parts = [(low, self._part(high - low, share)) for low, high in bounds]
 
     def rows(self, micro: int) -> tuple[int, int]:
-        """Return this rank's part of micro-batch ``micro``: the index of its first row in the global batch, and its
-        number of rows."""
+        """Return the rows of micro-batch ``micro`` that this rank computes: the index of the first row in the global
+        batch, and the number of rows."""
         low, part = self._parts[micro]
         return low + part.start, part.rows
 
@@ -146,7 +149,7 @@ class StageIO:
     def receive_gradients(self, action: Action) -> Gradients | None:
         """Wait for the gradients of the receive ``action`` and return them; None if this rank has no rows.
 
-        If one peer sent None for a tensor and another peer sent a gradient, the rows of the first peer get zeros.
+        If one peer sent None for a tensor and another peer sent a gradient, None counts as zeros.
         """
         ends, shares = self._receivers[action.kind, action.stage], self._shares(action)
         if not shares:
@@ -167,8 +170,8 @@ class StageIO:
         )
 
     def send(self, action: Action, tensors: Tensors) -> None:
-        """Send ``tensors``, the outputs of the send ``action``, to all peers: to each peer the rows that it shares with
-        this rank."""
+        """Run the send ``action``: send ``tensors``, the outputs of its stage, to all peers. Each peer gets the rows
+        that both ranks compute."""
         ends, shares = self._senders[action.kind, action.stage], self._shares(action)
         if len(shares) == 1:
             other, (low, high) = shares[0]
@@ -183,8 +186,8 @@ class StageIO:
             ends[other].send(pieces, high - low)
 
     def send_gradients(self, action: Action, gradients: Gradients) -> None:
-        """Send ``gradients``, the results of the send ``action``, to all peers. The gradient of a tensor without rows
-        is sent only to the first peer, whose copy of the tensor was used."""
+        """Run the send ``action``: send ``gradients``, those of its stage's inputs, to all peers. The gradient of a
+        tensor without rows is sent only to the first peer, whose copy of the tensor was used."""
         ends, shares = self._senders[action.kind, action.stage], self._shares(action)
         if len(shares) == 1:
             other, (low, high) = shares[0]
@@ -221,15 +224,15 @@ class StageIO:
         return self._parts[action.micro][1].shares[_other_end(edge, action.stage)]
 
     def _without_rows(self, action: Action) -> frozenset[int]:
-        """Return the indices of a message's tensors that have no rows."""
+        """Return the indices of the tensors without rows in the message of ``action``."""
         edge = self._edges[action.kind, action.stage]
         if action.kind in _GRADIENTS:  # found by the forward, which precedes its gradients
             return self._summed.get(edge, frozenset())
         return self._rowless[edge]
 
     def _part(self, size: int, share: int | None) -> _Part:
-        """Return this rank's part of a micro-batch of ``size`` rows. ``share``: see :meth:`begin`. Parts are cached by
-        size and share, since the micro-batches of a step have at most two sizes."""
+        """Return the rows that this rank computes of a micro-batch of ``size`` rows. ``share``: see :meth:`begin`.
+        Results are cached by size and share, since the micro-batches of a step have at most two sizes."""
         if (size, share) not in self._parts_by_size:
             count, replica, plan = self._mesh.replica_count, self._mesh.replica, self._mesh.plan
             start, stop = replica_rows(size, count, replica if share is None else share)
@@ -250,7 +253,8 @@ def _other_end(edge: Edge, stage: int) -> int:
 
 
 def _concatenated(action: Action, parts: Sequence[Tensor]) -> Tensor:
-    """Return ``parts``, the rows from several peers, concatenated."""
+    """Return ``parts``, the rows from several peers, concatenated. Raises :class:`TransportError`, which names
+    ``action``, if the rows have different shapes."""
     sizes = list(dict.fromkeys(tuple(part.shape[1:]) for part in parts))
     if len(sizes) > 1:
         raise TransportError(

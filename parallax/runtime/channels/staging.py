@@ -77,7 +77,7 @@ class StagingBuffer(Protocol):
         overwritten."""
 
     def mark_read(self) -> None:
-        """Record that all reads of the last upload are queued on the compute stream."""
+        """Record that all reads of the latest upload are queued on the compute stream."""
 
 
 class Staging(Protocol):
@@ -92,7 +92,8 @@ class Staging(Protocol):
     def send(
         self, tensors: Sequence[Tensor], targets: Sequence[Tensor], post: Callable[[], None]
     ) -> None:
-        """Copy ``tensors`` into ``targets``, which are views of a host buffer, and then call ``post``.
+        """Copy ``tensors`` into ``targets``, which are views of a host buffer, and then call ``post``, which sends the
+        buffer.
 
         Several sends call their ``post`` in the order of the sends. Work that is queued on the device later does not
         wait for the copy.
@@ -135,11 +136,11 @@ class NoStaging:
         """No-op: :meth:`send` has called ``post`` on return."""
 
     def close(self) -> None:
-        """No-op: no background thread runs."""
+        """No-op: there is no background thread to stop."""
 
 
 class DeviceBuffer:
-    """Memory on ``device`` that holds the largest message so far. ``copies`` queues the copies on its own streams."""
+    """Memory on ``device``, as large as the largest message so far. ``copies`` queues the copies on its own streams."""
 
     def __init__(self, device: torch.device, copies: CopyEngine) -> None:
         self._device, self._copies = device, copies

@@ -1,4 +1,5 @@
-"""Channels between stages: ordered messages along each route of the mesh.
+"""Channels between stages. Each channel carries ordered messages along one route: from one rank to another, either
+activations or gradients.
 
 A message is a flat tuple of tensors of any shapes. The transport depends on the two ranks: shared memory within a host,
 gloo between hosts, NCCL between GPUs. All transports have the same interface.
@@ -81,7 +82,7 @@ class Channels:
         return SharedReceiver(route, self._listener, self._contacts[route.sender])
 
     def transports(self) -> dict[str, str]:
-        """Return the name of the transport for each route on which this rank sends, for example {"0 -> 1": "shared
+        """Return the name of the transport to each rank to which this rank sends, for example {"0 -> 1": "shared
         memory"}."""
         routes = (each for each in routes_of(self._mesh.plan) if each.sender == self._mesh.rank)
         return {f"{each.sender} -> {each.receiver}": self._transport(each) for each in routes}
