@@ -46,7 +46,7 @@ class SaveProgress(IntEnum):
 
 @dataclass(kw_only=True)
 class SaveInProgress:
-    """One save.
+    """One save of a checkpoint, whose files are written in the background.
 
     ``fence``      decides whether this start of the run may still complete checkpoints in the folder
     ``entries``    the index entries that are known before anything is written, equal on all ranks
@@ -79,7 +79,8 @@ class SaveInProgress:
         return self.directory / checkpoint.checkpoint_name(self.step)
 
     def give_name(self, index: dict[str, Any]) -> None:
-        """Write ``index`` and rename the folder to its final name, which completes the checkpoint."""
+        """Write ``index`` and rename the folder to its final name, which completes the checkpoint. Raises
+        :class:`LaterStartError` if a later start of the run has written its fencing token there."""
         self.fence.hold(self.directory)
         checkpoint.finish(self.partial, index)
 
@@ -140,7 +141,8 @@ class PendingSaves:
         return None
 
     def finish(self) -> Path | None:
-        """Wait until the current save is complete, and return its checkpoint; None if there is no current save."""
+        """Wait until the current save is complete and superseded checkpoints are removed. Return the checkpoint of the
+        save; None if there is no current save."""
         path = None
         if self._save is not None:
             if self._save.naming is None:

@@ -19,7 +19,7 @@ class CheckpointConfig:
     ``directory``: a folder that all nodes share, in which each run uses the subfolder of its name; or auto, the run's
         own directory. If nodes do not share that directory, each node has the files of its own ranks.
     ``asynchronous``: training resumes as soon as the tensors are copied to host memory, while a thread writes the
-        files. If host memory is short, training also waits for writes. A run waits for its last checkpoint.
+        files. If host memory is short, training also waits for writes. A run waits for its final checkpoint.
     ``keep``: how many of the latest checkpoints are kept; 0 keeps all.
     ``keep_every``: a checkpoint is also kept, for ever, if its step is a multiple of this number; 0 turns this off.
     ``best``: how many of the best checkpoints by ``metric`` are also kept; 0 turns this off.

@@ -53,9 +53,9 @@ class HeldMasters:
     def weight(self, name: str, tensor: Tensor) -> Tensor:
         """Return the checkpoint's value of ``tensor``, the tensor ``name`` of the model.
 
-        If the checkpoint has the weight in another format than ``tensor``, and also a master weight, the master weight
-        is returned, unless averages are read. Otherwise the saved weight is returned, in the format in which it was
-        saved. The caller converts the result to the format of ``tensor``.
+        If the checkpoint has the weight in another format than ``tensor``, and also a master weight, the result is the
+        master weight. Otherwise, or if the reader returns averages, the result is the saved weight or its average. The
+        caller converts the result to the format of ``tensor``.
         """
         found = self._reader.read(f"model/{name}")
         if (

@@ -144,7 +144,8 @@ class CheckpointReader:
             self._where.clear()
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor with the full name ``name``, such as ``model/<name>`` or ``<optimizer state>/<name>``."""
+        """Return the tensor with the full name ``name``, such as ``model/<name>`` or ``<optimizer state>/<name>``. If
+        ``averaged`` is True, return the average of a model tensor instead if the checkpoint has one."""
         average = name.replace("model/", f"{AVERAGE}/", 1)
         if self.averaged and name.startswith("model/") and average in self._checksums:
             return self._read(average).to(self._formats[name])
@@ -200,7 +201,7 @@ class CheckpointReader:
         return {name: path.name for name, (path, _) in self._where.items()}
 
     def check_whole(self) -> None:
-        """Raise :class:`CheckpointError` if this node lacks parts of the checkpoint."""
+        """Raise :class:`CheckpointError` if this node lacks a tensor of the checkpoint that another node has saved."""
         for name in self._checksums:
             if name not in self._where and name in self._nodes:
                 raise CheckpointError(self._elsewhere(name))

@@ -14,7 +14,7 @@ from parallax.runtime.checkpoint.folder import REMOVED, checkpoint_name
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Selects the checkpoints to keep: the last ``keep_last`` (0: all), those of every ``keep_every``-th step (0:
+    """Selects the checkpoints to keep: the latest ``keep_last`` (0: all), those of every ``keep_every``-th step (0:
     none), and the ``best`` ones by ``metric``. ``higher``: the highest value is the best; otherwise the lowest."""
 
     keep_last: int = 0

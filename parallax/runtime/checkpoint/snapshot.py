@@ -1,11 +1,11 @@
 """Host memory for the copies of a checkpoint's tensors, until they are written.
 
 Training resumes when all tensors are copied. A thread writes the copies and releases their memory. If the memory holds
-all tensors of a rank, training waits only for the copies. Otherwise it also waits for writes. With a single buffer, it
-waits for nearly all writes::
+all tensors of a rank, training waits only for the copies. Otherwise it also waits for writes: with a single buffer for
+nearly all of them, with two buffers A and B for some::
 
-    main     copy A ─▶ copy B ─▶ copy C (into A's buffer, where there is memory for two) ─▶ step …
-    thread             write A ─────▶ write B ─▶ write C
+    main     copy to A ─▶ copy to B ───▶ copy to A ─▶ step …
+    thread                write A ─────▶ write B ───▶ write A
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class SnapshotMemory:
     def _find(self, size: int) -> Arena | None:
         """Return a free or a new buffer of ``size`` bytes.
 
-        Return None if a new buffer would exceed the limit. The caller then waits until a buffer is released.
+        Return None if a new buffer would exceed the limit, or if the system has too little memory. The caller then
+        waits until a buffer is released.
         """
         for index, free in enumerate(self._free):
             if free.data.numel() == size:
@@ -71,7 +72,7 @@ class SnapshotMemory:
 
     def _make(self, size: int) -> Arena | None:
         """Return a new buffer, or None if the system has too little memory. The caller then waits until a buffer is
-        released."""
+        released. If no buffer is in use, raise :class:`CheckpointError` instead."""
         try:
             return self._arena(size)
         except (RuntimeError, MemoryError, SwapError) as error:

@@ -39,7 +39,7 @@ Check = Callable[[str, Tensor], None]
 @dataclass(frozen=True, slots=True)
 class WrittenParts:
     """The files that a rank has written. ``checksums`` maps the full name of each tensor to its CRC-32, and ``files``
-    the name of each file to its bytes and its SHA-256."""
+    the name of each file to its size in bytes and its SHA-256."""
 
     checksums: dict[str, int] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -64,7 +64,8 @@ class PartWriter:
     """Writes one rank's tensors into files in ``folder``. The files' names begin with ``part``.
 
     ``part_bytes`` is the approximate size of a file. The tensors of a file are collected in a buffer of this size in
-    ``memory``. ``thread``, an executor with a single thread, calls ``check`` for each tensor and writes the files.
+    ``memory``. ``thread`` is an executor with a single thread, which writes the files. Before it writes a tensor, it
+    calls ``check`` with the tensor's name and value, which raises if the tensor must not be written.
     ``expected_bytes`` is the approximate size of all tensors of the rank.
     """
 

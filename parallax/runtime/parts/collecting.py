@@ -63,7 +63,7 @@ def _search(
     """Return two results: the full names of those tensors of the parameters ``names`` that this node lacks; and a dict
     from the full name of each tensor on this node to the name of its file.
 
-    Only the rank that writes for its group of ``groups`` returns the dict; it is empty on all other ranks.
+    One rank of each group of ranks that share a directory returns the dict; it is empty on all other ranks.
     """
     return reader.missing(names), reader.files() if groups.leads else {}
 

@@ -1,5 +1,5 @@
 """Find complete checkpoints if the nodes share no folder. A checkpoint is complete if the present nodes together have
-all its parts.
+all its tensors.
 
 A node may be lost together with its files, may have come back with old files, or may be new to the run::
 
@@ -27,7 +27,7 @@ from parallax.runtime.checkpoint.folder import INDEX
 
 @dataclass(frozen=True, slots=True)
 class HeldParts:
-    """A node's part of a checkpoint.
+    """The files of a checkpoint that one node has.
 
     ``digest`` is the SHA-256 of the checkpoint's index file, which distinguishes checkpoints of the same step.
     ``absent`` maps the name of each tensor that is not on this node to the node that saved it. ``started`` is the time
@@ -74,7 +74,8 @@ def whole_checkpoints(
 
 
 def _held(directory: Path, nodes: Nodes) -> tuple[dict[str, HeldParts], list[str]]:
-    """Return a dict from the name of each checkpoint to this node's part of it, and messages about damaged parts."""
+    """Return a dict from the name of each checkpoint on this node to a description of its files here, and messages
+    about damaged checkpoints."""
     held, damaged = dict[str, HeldParts](), list[str]()
     # A folder without its index is reported as damaged.
     named = {path for path in directory.glob("step-*") if step_of(path) is not None}
