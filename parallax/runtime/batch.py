@@ -59,7 +59,8 @@ class RowsOf:
 
 
 def row_count(batch: Rows, step: int) -> int:
-    """Return the number of rows in the batch of ``step``. Raises :class:`~parallax.errors.DataError` if it is zero."""
+    """Return the number of rows in ``batch``. If it is zero, raise :class:`~parallax.errors.DataError`, which names
+    ``step``."""
     rows = len(batch)
     if rows < 1:
         raise DataError(

@@ -44,8 +44,8 @@ def step_loss(evaluation: Evaluation, chain: Chain, mesh: Mesh) -> StepLoss:
 
 
 class Evaluator:
-    """Evaluates batches by the forwards of ``forward``, whose losses ``evaluation`` computes. ``rows`` checks that all
-    ranks read the same rows."""
+    """Evaluates batches: ``forward`` runs the forwards, ``evaluation`` computes the losses of their outputs, and
+    ``rows`` checks that all ranks read the same rows."""
 
     def __init__(
         self,
@@ -76,10 +76,10 @@ class Evaluator:
         return loss, weight if self._count is not None else mass
 
     def weight(self, batch: Rows) -> float:
-        """Return the number of rows of the batch. If the loss defines ``count``, return the number of targets that
-        count instead.
+        """Return the batch's number of rows or, if the loss defines a method ``count``, the number of targets that this
+        method counts.
 
-        The last stage counts the targets for all ranks.
+        The last stage calls ``count`` for all ranks. So every rank must call this method.
         """
         if self._count is None:
             return float(len(batch))
@@ -87,7 +87,8 @@ class Evaluator:
         return agreed_sum(self._mesh, mine)[0]
 
     def weight_of_last(self, batch: Rows) -> float:
-        """Return the weight on ranks of the last stage, without an exchange with other ranks."""
+        """Return the result of :meth:`weight` without an exchange with other ranks. If the loss defines ``count``, the
+        result is 0 on ranks without the last stage."""
         if self._count is None or not self._mesh.is_last:
             return 0.0 if self._count else float(len(batch))
         targets = batch.targets(0, len(batch))
@@ -163,7 +164,7 @@ class EvaluationEngine:
 
     @property
     def transports(self) -> dict[str, str]:
-        """The name of the transport for each edge on which this rank sends, for example {"0 -> 1": "shared memory"}."""
+        """The name of the transport to each rank to which this rank sends, for example {"0 -> 1": "shared memory"}."""
         return self._forward.transports
 
     def peak_bytes(self) -> int:

@@ -67,7 +67,7 @@ class RankProgram:
 
     ``first``         receives to post before the first action
     ``following[n]``  receives to post after action n, so that each is posted before its message is needed
-    ``last``          the last forward, backward and weight-gradient pass of each stage
+    ``last``          the last forward, backward and weight-gradient pass of each stage, without those of the next step
     ``repeated``      passes that are followed by a pass of the same kind and stage
     ``continues``     whether the list begins the next step
     """
@@ -127,7 +127,7 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True)
 class TrainingParts:
-    """The parts of a rank that only training needs, besides the loss.
+    """The objects of a rank that only training needs, besides the loss.
 
     ``sync`` sums gradients over replicas, and ``update`` ends each step. ``swap`` offloads activations; None if the
     plan offloads none. ``stall_seconds()`` returns how many seconds the host has waited so far for weights and
@@ -185,9 +185,12 @@ class Executor:
         return None if self._begun is None else self._begun.index
 
     def run(self, step: StepContext, following: StepContext | None = None) -> list[Span]:
-        """Run the program of ``step``, and the part of the ``following`` step that the program begins; the next call
-        runs the rest. Return the spans (times of actions) of training steps that the device has completed since the
-        last call, which may belong to the previous step."""
+        """Run the program of ``step``, and return the spans (times of actions) of training steps that the device has
+        completed since the last call. They may belong to the previous step.
+
+        If the program begins the next training step, ``following`` is the context of that step. This call then runs
+        the beginning of that step, and the next call runs the rest.
+        """
         rank, index = self._mesh.rank, step.index
         spans = self._spans if step.training else self._spans.aside()
         post, ahead = self._io.post, self._io.posts
@@ -235,7 +238,7 @@ class Executor:
 
     @property
     def loss_share(self) -> Tensor:
-        """This rank's part of the loss of the last run, on this rank's device. The loss is the sum over all ranks."""
+        """This rank's part of the loss of the latest run, on this rank's device. The loss is the sum over all ranks."""
         return self._step_loss.share
 
     @property
@@ -322,8 +325,8 @@ class Executor:
             self._inputs.begin(step.batch, self._input_parts(step))
 
     def _use_weights_of_next(self, following: bool) -> None:
-        """Let the following passes compute with the weights of the next step or, if ``following`` is False, of this
-        step."""
+        """From now on, run passes with the weights of the next step if ``following`` is True, otherwise with those of
+        this step."""
         if following != self._on_next:
             self._on_next = following
             self._training_parts.update.exchange_buffers()

@@ -106,7 +106,7 @@ def build_stage(
     divides: bool = True,
 ) -> BuiltStage:
     """Build this rank's stage of ``chain``, under the plan of ``mesh``, with real parameters. Without ``trains``, no
-    parameter requires a gradient.
+    memory is reserved for gradients.
 
     ``norms`` handles the stage's BatchNorms. ``divides`` is True if the optimizer may update parts of a parameter
     separately.
@@ -220,7 +220,7 @@ class ForwardEngine:
         """Load the weights of a checkpoint of this model, saved under any plan, and return the step of the checkpoint.
 
         If ``averaged`` is True, each weight that has an average in the checkpoint gets the value of the average.
-        If one rank cannot read its part, all ranks raise, before anything is changed.
+        If one rank cannot read its tensors, all ranks raise before any weight is changed.
         """
         stage, groups = self._built.stage, groups_of(directory.parent, self.mesh.nodes)
         reader = open_checkpoint(self._chain, stage, directory, groups, averaged=averaged)
@@ -247,10 +247,12 @@ class ForwardEngine:
     def predict(
         self, batch: Rows, step: int = 0, failed: Callable[[Exception], None] | None = None
     ) -> list[tuple[int, Any]]:
-        """Return the model's outputs for a batch, without reading its targets. A rank of the last stage returns a list
-        of (index of the first row, outputs), one entry for each micro-batch; other ranks return an empty list. The
-        outputs stay on the device, where the plan reserves memory for the outputs of ``plan.global_batch`` rows.
-        ``step``, the number of the next training step, is used in messages and random seeds.
+        """Return the model's outputs for a batch, without reading its targets.
+
+        A rank of the last stage returns a list of (index of the first row, outputs), one entry for each micro-batch.
+        Other ranks return an empty list. The outputs stay on the device, where the plan reserves memory for the
+        outputs of ``plan.global_batch`` rows. ``step``, the number of the next training step, is used in messages and
+        random seeds.
 
         If the model raises an exception, the engine cannot be used any more, unless ``failed`` is given: then it is
         called with the exception, on the rank that has it, and the outputs of that micro-batch are missing.
@@ -342,7 +344,7 @@ class ForwardEngine:
 
     @property
     def transports(self) -> dict[str, str]:
-        """The name of the transport for each edge on which this rank sends, for example {"0 -> 1": "shared memory"}."""
+        """The name of the transport to each rank to which this rank sends, for example {"0 -> 1": "shared memory"}."""
         return self._channels.transports()
 
     def close(self) -> None:

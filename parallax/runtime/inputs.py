@@ -29,7 +29,8 @@ class ModelInputs(Protocol):
     """Gives a rank the model inputs of a step on its device, micro-batch by micro-batch."""
 
     def begin(self, batch: Rows, parts: Iterable[Part], /) -> None:
-        """Start a step. :meth:`take` will be called with ``parts`` of ``batch``, in this order."""
+        """Start a step. :meth:`take` will be called with each of ``parts``, in this order. A part is the index of its
+        first row in ``batch``, and its number of rows."""
 
     def take(self, part: Part, /) -> Any:
         """Return the inputs of the next part, on the device and ready for the current stream."""
@@ -130,7 +131,8 @@ class InputsAhead:
 def open_inputs(
     plans: Iterable[StagePlan], device: torch.device, copies: CopyEngine
 ) -> ModelInputs:
-    """Return the source of inputs for a rank with the stages ``plans``; only the model's first stage takes inputs."""
+    """Return the object from which a rank with the stages ``plans`` takes the model's inputs. It copies inputs ahead if
+    the plan of a stage has ``inputs_ahead``. Only the model's first stage calls :meth:`ModelInputs.take`."""
     if any(plan.inputs_ahead for plan in plans):
         return InputsAhead(device, copies.on_own_streams())
     return InputsAtOnce(device, copies)

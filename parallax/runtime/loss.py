@@ -62,11 +62,11 @@ class LossStep(Protocol):
 
     @property
     def training(self) -> bool:
-        """Whether backwards follow."""
+        """Whether backwards follow the forwards."""
 
     @property
     def scale(self) -> float:
-        """The factor by which gradients are multiplied."""
+        """The loss scale, by which gradients are multiplied."""
 
 
 class StepLoss(Protocol):
@@ -74,7 +74,7 @@ class StepLoss(Protocol):
 
     @property
     def share(self) -> Tensor:
-        """This rank's part of the last step's loss, on its device; the sum over all ranks is the loss."""
+        """This rank's part of the latest step's loss, on its device; the sum over all ranks is the loss."""
 
     def begin(self) -> None:
         """Start a step and drop the results of the previous one."""
@@ -324,8 +324,11 @@ class _Buffer:
         self.differ |= not _same(self.single, value)
 
     def settle(self, parts: Sequence[_PartOutputs]) -> None:
-        """Move the values in ``rows`` to ``single``. Call this method if the output proves to have no rows, for the
-        micro-batches ``parts`` whose values were taken for rows because their length is the micro-batch's size."""
+        """Add the values of the micro-batches ``parts`` to ``single``, from ``rows``.
+
+        Call this method if the output proves to have no rows. ``parts`` are the micro-batches whose values
+        :meth:`add` has taken for rows, because their length happens to be the number of rows of the micro-batch.
+        """
         for part in parts if self.rows is not None else ():
             self.add_single(self.rows[part.low : part.high])  # type: ignore[index]
 
@@ -405,7 +408,10 @@ class GatheredLoss:
         return [part for parts in found for part in parts]
 
     def _gathered(self, index: int, whole: _Whole) -> Tensor:
-        """Return the output ``index`` for the whole batch, equal on every replica."""
+        """Return the output ``index`` for the whole batch, equal on every replica.
+
+        Raises :class:`DataError` if an output without rows differs between micro-batches.
+        """
         buffer = self._buffers[index] if self._parts else _Buffer()
         if whole.has_rows:
             return self._summed(self._zeros(whole) if buffer.rows is None else buffer.rows)

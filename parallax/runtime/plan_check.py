@@ -69,7 +69,7 @@ def check_gathering(plan: Plan, rows: int) -> None:
 def shared_between_ranks(chain: Chain, plan: Plan) -> dict[str, list[int]]:
     """Return the pipeline ranks that hold each parameter, for the parameters that several pipeline ranks hold.
 
-    The result maps names of parameters to pipeline ranks. The first rank is the one that uses the parameter first.
+    The result maps names of parameters to lists of pipeline ranks, in the order in which they first use the parameter.
     """
     shared = {}
     for name, users in chain.ties.items():

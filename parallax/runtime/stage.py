@@ -52,7 +52,7 @@ def keep_resident(
 
 
 def _no_wait(parameters: Iterable[nn.Parameter]) -> None:
-    """No-op: parameters are always resident."""
+    """No-op: no optimizer on the host updates ``parameters``, so a forward has no update to wait for."""
 
 
 class MicroBatchContext(NamedTuple):

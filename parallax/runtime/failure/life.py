@@ -31,7 +31,8 @@ _WAITING = (
 
 
 class Life:
-    """Signs of life of this process. A single thread, other than the main thread, checks them."""
+    """Finds out whether this process makes progress. A single thread, other than the main thread, calls
+    :meth:`shows`."""
 
     def __init__(self) -> None:
         self._status, self._threads = (
@@ -74,7 +75,8 @@ class Life:
 
 
 class ThreadLife:
-    """Signs of life of one thread of this process, checked by another thread."""
+    """Finds out whether the thread with the kernel's id ``native_id`` makes progress. Another thread of this process
+    calls :meth:`shows`."""
 
     def __init__(self, native_id: int) -> None:
         self._folder = Path(f"/proc/self/task/{native_id}")

@@ -1,4 +1,5 @@
-"""Connections between the ranks' watches: one line of JSON per message, in a star around rank 0.
+"""Connections between the ranks' watches, which are the threads that detect failed ranks. Each message is one line of
+JSON. The connections form a star around rank 0.
 
 The end of a process must close its connection at once, even while its main thread or torch's own connections are
 blocked. So the watches use their own sockets. The listening port is open only while the ranks connect: on the loopback
@@ -42,7 +43,7 @@ class UnreachableError(ConnectionError):
 
 
 class PeerLink:
-    """One end of a connection between the watches of two ranks."""
+    """One end of a connection between the watches (the threads that detect failed ranks) of two ranks."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(_SEND_SECONDS)

@@ -18,7 +18,7 @@ _EXAMINE_SECONDS = 1.0  # between two checks for signs of life
 
 
 class Watched(Protocol):
-    """The part of an engine that the watch reads."""
+    """The attributes of an engine that the watchdog thread reads."""
 
     @property
     def current(self) -> tuple[Action, int, float] | None:
@@ -36,8 +36,8 @@ class Watched(Protocol):
 
 @dataclass(slots=True)
 class BesideSteps:
-    """A background activity of one thread, named ``what``. ``idle_seconds``: the seconds since ``life`` last saw
-    progress of the thread."""
+    """A background activity of this rank, such as writing a checkpoint. ``what`` is its name, and ``thread`` runs it.
+    ``idle_seconds``: the seconds since ``life`` last saw progress of the thread."""
 
     what: str
     thread: threading.Thread
@@ -63,7 +63,7 @@ class OwnStatus:
         self._beside_at = time.monotonic()
 
     def attend(self, engine: Watched, plan: Plan) -> None:
-        """Observe ``engine`` from now on."""
+        """From now on, observe ``engine``, which runs ``plan``."""
         self._attended = engine, plan
 
     @contextlib.contextmanager
@@ -89,8 +89,8 @@ class OwnStatus:
         return self._attended[1].coordinate(rank) if self._attended else None
 
     def observe(self, before: RankStatus, now: float, gap: float) -> RankStatus:
-        """Return the status at time ``now``. ``before``: the status of the last observation, ``gap`` seconds
-        earlier."""
+        """Return this rank's status at time ``now``. ``before``: the status of the previous observation,
+        ``gap`` seconds earlier."""
         current = self.current
         doing = current or self._phase
         gap = gap if doing is self._doing else 0.0
@@ -107,7 +107,8 @@ class OwnStatus:
         )
 
     def observe_beside(self, now: float) -> None:
-        """Check, about once a second, whether the background activity makes progress."""
+        """Check whether the engine's background activity, if it has one, makes progress. No-op if the previous check is
+        less than a second ago."""
         seconds = now - self._beside_at
         if seconds < _EXAMINE_SECONDS or self._attended is None:
             return
@@ -132,7 +133,7 @@ class OwnStatus:
     def _examine(self, before: RankStatus, now: float, gap: float) -> tuple[float, bool]:
         """Return the seconds without progress outside of steps, and whether this rank waits for other ranks.
 
-        ``before``: the status of the last observation, ``gap`` seconds before the time ``now``.
+        ``before``: the status of the previous observation, ``gap`` seconds before the time ``now``.
         """
         idle = before.idle_seconds + gap if gap else 0.0
         if min(now - self._examined, before.seconds) < _EXAMINE_SECONDS:

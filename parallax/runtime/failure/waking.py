@@ -1,4 +1,4 @@
-"""Wake the watch's thread when a signal arrives, or when the main thread asks for it."""
+"""Wake the watchdog thread when a signal arrives, or when the main thread asks for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class WakeUp:
             self._wake.send(bytes([number]))
 
     def rouse(self) -> None:
-        """Wake the thread, without waiting for it."""
+        """Wake the watchdog thread, without waiting for it."""
         with contextlib.suppress(BlockingIOError):  # a full buffer wakes it anyway
             self._wake.send(b"\0")
 
@@ -34,7 +34,7 @@ class WakeUp:
         return [number for number in self._handlers if number in found]
 
     def forget(self) -> None:
-        """Restore the signal handlers in a forked child, which has no watch."""
+        """Restore the signal handlers in a forked child, which has no watchdog thread."""
         self._restore(-1)
         self._close()
 

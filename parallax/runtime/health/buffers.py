@@ -27,8 +27,8 @@ class _Kept(NamedTuple):
     ``tensor``   the buffer
     ``values``   the copy
     ``version``  the buffer's version counter at the time of the copy
-    ``counted``  an equal version counter shows that the values have not changed. If False, the buffer is so small that
-                 it is copied in every step.
+    ``counted``  whether the buffer is copied only if its version counter has changed; False for small buffers, which
+                 are copied in every step
     """
 
     owner: dict[str, Tensor | None]
@@ -40,8 +40,8 @@ class _Kept(NamedTuple):
 
 
 class KeptBuffers:
-    """Copies of the buffers of ``modules``. Because of these copies, a memory profile counts the bytes of buffers
-    twice."""
+    """Copies of the buffers of ``modules``. They take as much memory as the buffers, so a memory profile counts the
+    bytes of buffers twice."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)

@@ -47,7 +47,10 @@ class StepVerdict:
     refusal: str = ""
 
     def report(self, step: int) -> str:
-        """Return why a step is skipped. Raises :class:`NonFiniteError` if the run may skip no more steps."""
+        """Return why a step is skipped; "" if a dynamic loss scale expected the overflow.
+
+        Raises :class:`NonFiniteError` if the run may skip no more steps.
+        """
         if self.refusal:
             raise NonFiniteError(f"step {step}: {self.refusal}: {self.why}")
         return f"{self.what}: {self.why}" if self.why else ""

@@ -1,4 +1,4 @@
-"""Checks that a batch returns as many inputs and targets as the rows that were requested.
+"""Checks that a batch returns one input and one target for each requested row.
 
 Only the first stage reads inputs and only the last reads targets, and a loss may accept any number of inputs or
 targets. So each returned value is checked. A tensor of the wrong length may also be one without rows, such as a table,
@@ -28,7 +28,7 @@ Place = tuple[Any, ...]
 
 class RowCheck:
     """Checks the batches of one data source, for a model of type ``dtype``. It remembers which tensors have no rows,
-    and the last type of each floating-point tensor."""
+    and the type that each floating-point tensor had when it was last read."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self._known = _Known(dtype)

@@ -68,8 +68,11 @@ class RowComparison:
         self._repeats = [True] * len(PARTS)
 
     def numbers(self, batch: Rows) -> list[float]:
-        """Return six numbers: 1, the digest, and its square, for the inputs and for the targets; three zeros for a part
-        that this rank cannot read. Return an empty list in a plan of one rank."""
+        """Return six numbers: for the inputs 1, the digest, and the digest's square; then the same for the targets.
+
+        Three zeros stand for inputs or targets that this rank cannot read, or that are not compared because they
+        differ on each read. Return an empty list in a plan of one rank.
+        """
         if self._mesh.world is None:
             return []
         self._batch, self._turn = batch, self._turn + 1
@@ -121,8 +124,12 @@ class RowComparison:
 def row_digest(
     batch: Rows, turn: int = 0, wanted: Sequence[bool] = (True,) * len(PARTS)
 ) -> RowDigest:
-    """Return a digest of the inputs and a digest of the targets; None for a part that is not ``wanted``. A digest
-    covers all rows of a small batch, or else two rows, which differ from one ``turn`` to the next."""
+    """Return a digest of the inputs and a digest of the targets. ``wanted`` has a flag for each of the two; a digest
+    that is not wanted is None.
+
+    A digest covers all rows of a small batch, or else two rows, which differ from one ``turn`` to the next. If the
+    batch has ``row_numbers``, the digests are computed from them, and no row is read.
+    """
     if (numbers := getattr(batch, "row_numbers", None)) is not None:
         return tuple(numbers % 2**_DIGEST_BITS if want else None for want in wanted)
     rows, size = len(batch), getattr(batch, "memory_bytes", math.inf)

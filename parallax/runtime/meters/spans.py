@@ -198,8 +198,8 @@ def _seconds_between(pairs: Stalls) -> float:
 
 
 class TimedRows(RowsOf):
-    """Measures the time of reading rows of ``batch``: inside of an action as a part of the action's span, otherwise in
-    ``seconds``."""
+    """A wrapper of ``batch`` that measures the time of reading rows. The time of a read inside of an action is a part
+    of the action's span. The time of all other reads is summed in ``seconds``."""
 
     def __init__(self, batch: Rows, spans: SpanClock) -> None:
         super().__init__(batch)

@@ -14,7 +14,7 @@ class StepResult:
 
     ``read_seconds``   seconds of reading rows outside of actions; each of the ``spans`` has the seconds inside its
                        action
-    ``peak_bytes``     peak device memory since the build; on a CPU, the process's peak minus its memory before
+    ``peak_bytes``     peak device memory since the engine's build; on a CPU, the process's peak minus its memory before
     ``loss_scale``     the factor by which the loss was multiplied
     ``skipped_steps``  number of steps skipped so far because of non-finite values
     ``trouble``        why this step was skipped; empty if it was not, or if a dynamic loss scale expected the overflow

@@ -113,8 +113,8 @@ class Lion(Uncompiled):
 
 
 def _together(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield groups of parameters with gradients. The parameters of a group have one dtype, one device and at most
-    ``_RUN_BYTES`` in total; a larger parameter is a group by itself."""
+    """Yield lists of those ``parameters`` that have gradients. The parameters of a list have one dtype, one device and
+    at most ``_RUN_BYTES`` in total; a larger parameter is alone in its list."""
     given = [parameter for parameter in parameters if parameter.grad is not None]
     for alike in by_kind(given):
         run: list[nn.Parameter] = []

@@ -54,7 +54,8 @@ class Averages:
         self.config, self.updates = config, 0
 
     def share(self, step: int) -> float:
-        """Return the weight of the new values in the averages at ``step`` (from 1), and count the update."""
+        """Return the weight of the new values in the averages at ``step`` (from 1), and count an update if the weight
+        is not 0."""
         share = self.config.share(step, self.updates)
         self.updates += share > 0
         return share

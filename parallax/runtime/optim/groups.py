@@ -106,7 +106,8 @@ class ParameterGroups:
         return self._settings[name]
 
     def fragments(self, count: int) -> dict[str, int]:
-        """Divide the parameters into ``count`` fragments, and return the index of each one's fragment.
+        """Divide the parameters into ``count`` fragments. Return a dict from the name of each parameter to the index of
+        its fragment.
 
         In the order of the model, each parameter is added to the smallest fragment. So the division does not depend on
         the plan, and the parameters of every stage are divided about equally too.

@@ -275,8 +275,9 @@ def _sizes(state: Tensor, parameter: Tensor) -> StateSizes:
     """Return two descriptions of ``state``, an optimizer state of ``parameter``: of its dimensions, and of its bytes
     per element.
 
-    For each dimension the first has a pair: the index of the dimension of ``parameter`` with the same size, or None,
-    and the size. The second is None if an element of ``state`` has as many bytes as an element of ``parameter``.
+    For each dimension of ``state``, the first has a pair: the index of the dimension of ``parameter`` with the same
+    size, or None, and the size. The second is None if an element of ``state`` has as many bytes as an element of
+    ``parameter``.
     """
     shape = list(parameter.shape)
     sizes = tuple(

@@ -113,8 +113,8 @@ class StageOptimizer:
 
     @property
     def waiting(self) -> tuple[HostOptimizer, Stream]:
-        """The host optimizer, and the offloaded parameters. The ``stall_seconds`` of each are the seconds that forwards
-        and backwards have waited for weights."""
+        """The host optimizer, and the access to the offloaded parameters. ``stall_seconds`` of each is the time that
+        forwards and backwards have waited for weights from it."""
         return self._host, self._streamed
 
     def zero_grad(self) -> None:
@@ -206,7 +206,11 @@ class StageOptimizer:
             self._host.commit()
 
     def exchange_fragments(self, exchanges: FragmentExchanges) -> None:
-        """Average weights over the replicas, or step them by the outer optimizer, fragment by fragment."""
+        """Average weights over the replicas, or step them by the outer optimizer.
+
+        Fragments are parts of the model whose rounds of local steps end at different steps. ``exchanges`` lists the
+        fragments whose exchange between the replicas begins or ends after this step.
+        """
         for optimizer in (self._on_device.optimizer, self._host.optimizer):
             set_exchanged(optimizer, exchanges)
         self._step_without_gradients()

@@ -2,12 +2,12 @@
 
 torch's step updates all parameters at once. Two cases need buckets. Two-byte weights are stepped as fp32 copies, the
 master weights, and their gradients are converted to fp32 one bucket at a time, to save memory. And replicas may shard
-the states: each replica steps the parameters that it owns and broadcasts the new weights (ZeRO stage 1; Rajbhandari et
-al. 2020, section 5.1), so each of ``r`` replicas holds 1/r of the states and master weights.
+the states: each replica steps some of the parameters and broadcasts their new weights (ZeRO stage 1; Rajbhandari et al.
+2020, section 5.1), so each of ``r`` replicas holds 1/r of the states and master weights.
 
 ::
 
-    replica 0    step A ─▶ step B ─▶┐ broadcast A, B ─▶ receive C, D           (A … D: buckets, of one owner each)
+    replica 0    step A ─▶ step B ─▶┐ broadcast A, B ─▶ receive C, D           (A … D: buckets, each of one replica)
     replica 1    step C ─▶ step D ─▶┘ receive A, B ──▶ broadcast C, D
 
 The offloaded optimizer uses the same buckets (:mod:`parallax.swap.optimizer.buckets`). A step by buckets gives the same

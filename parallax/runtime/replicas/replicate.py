@@ -117,7 +117,7 @@ class StageGradientSync:
     """Sums the gradients of all stages of one pipeline rank over its replicas, which are the ranks of ``group``.
 
     ``parts`` maps each stage to the object that reduces the stage's gradients during its last backward, and ``members``
-    maps it to the parameters that have these gradients. ``late`` reduces the gradients of parameters that several
+    maps each stage to the parameters with these gradients. ``late`` reduces the gradients of parameters that several
     stages of this rank use. It does so at the end of the step, because it is not known which backward is their last.
 
     A parameter that no replica has ever used must have no gradient, as in a single process: with a zero gradient,
@@ -217,7 +217,7 @@ class StatisticsAverage:
         self._norms.average_statistics()
 
     def forget(self) -> None:
-        """Drop the counts of micro-batches."""
+        """Drop the numbers of micro-batches by which the replicas' statistics are weighted."""
         self._norms.reset_counts()
 
 

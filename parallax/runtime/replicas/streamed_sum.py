@@ -47,7 +47,8 @@ class _BucketState(enum.Enum):
 
 @dataclass(slots=True)
 class _BucketRun:
-    """Consecutive segments of one parameter, and their offset in a bucket, counted in elements."""
+    """Consecutive segments (ranges of elements) of one parameter. ``offset``: the index of their first element in the
+    bucket."""
 
     parameter: nn.Parameter
     segments: list[ParameterSegment]
@@ -107,7 +108,7 @@ class _GradientBucket:
         return self.flat[start : start + segment.stop - segment.start]
 
     def missing(self) -> Iterator[tuple[_BucketRun, ParameterSegment]]:
-        """Yield the segments that the backward did not copy into the buffer."""
+        """Yield (run, segment) for each segment that the backward did not copy into the buffer."""
         for run in self.runs:
             for segment in run.segments:
                 if segment not in self.given:

@@ -1,4 +1,4 @@
-"""The mean of the weights after the last steps of a run."""
+"""The mean of the weights over the final steps of a run."""
 
 from __future__ import annotations
 
