@@ -95,7 +95,7 @@ def trusting(class_paths: Mapping[str, str]) -> Callable[[Path, Mapping[str, str
 
 
 def with_schedule(plan: Plan, file: Path, class_paths: dict[str, str]) -> Plan:
-    """Return ``plan``, which was read from ``file``, with the object of its schedule.
+    """Return ``plan``, which was read from ``file``, with its schedule looked up by name.
 
     If the schedule is a user's function, it is imported. Raises :class:`ConfigError` unless ``class_paths``, the class
     paths on the command line, contain the function (:mod:`parallax.common.trust`).

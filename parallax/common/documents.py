@@ -65,7 +65,7 @@ def read_lines(path: Path) -> Iterator[str]:
 def read_json(path: Path, most_bytes: int, *, largest: float = math.inf) -> Any:
     """Return the data of a JSON file of at most ``most_bytes``. ``largest``: see :func:`plain_json`.
 
-    Raises ValueError, also for a larger file.
+    Raises ValueError if the JSON is not accepted or the file is larger.
     """
     return plain_json(read_text(path, most_bytes), largest=largest)
 
