@@ -29,8 +29,9 @@ def with_ample_memory(
 
     Only pipeline ranks are changed whose allocator would otherwise return freed memory to the system at once. A rank
     that offloads activations gets smaller swap limits: first so small that a fifth of the memory stays free; if that is
-    not accepted, just small enough for the allocator to keep freed memory. On a rank that offloads nothing, more blocks
-    are recomputed. A change is accepted if the allocator can then keep freed memory and the step takes no longer.
+    not accepted, just small enough for the allocator to keep freed memory. On a rank that offloads nothing but
+    recomputes some blocks, more blocks are recomputed. A change is accepted if the allocator can then keep freed memory
+    and the step takes no longer.
     """
     for pipeline_rank in range(pipeline.pipeline_ranks):
         ranks = pipeline.ranks(pipeline_rank)
@@ -65,10 +66,10 @@ def _limit(stage: StagePlan) -> int:
 def _with_less(
     profile: ModelProfile, pipeline: Pipeline, pipeline_rank: int, less: float
 ) -> tuple[StagePlan, ...]:
-    """Return the stages of ``pipeline``, changed so that the activations of ``pipeline_rank`` need ``less`` fewer
-    bytes, or as few as possible.
+    """Return the stages of ``pipeline``, changed so that the activations of ``pipeline_rank`` need fewer bytes.
 
-    Swap limits are reduced. If nothing is offloaded but some blocks are recomputed, more blocks are recomputed.
+    ``less`` is the number of bytes to save; if that is impossible, as many as possible are saved. Swap limits are
+    reduced. If nothing is offloaded but some blocks are recomputed, more blocks are recomputed.
     """
     mine, stages = pipeline.stages_of(pipeline_rank), pipeline.stages
     limit = sum(_limit(stages[stage]) for stage in mine)

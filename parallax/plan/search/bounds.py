@@ -130,9 +130,9 @@ class StepBound:
     def seconds(self, shape: Shape, least_cost: float = 0.0, least_weighted: float = 0.0) -> float:
         """Return a lower bound on the step seconds of every pipeline of ``shape`` with nearly equal replica counts.
 
-        ``least_cost`` is a known lower bound on the cost of the slowest pipeline rank. A cost is seconds per
-        micro-batch, including a part of the seconds after the last micro-batch. ``least_weighted`` is a known lower
-        bound on the largest product of cost and weight (:meth:`weights`).
+        ``least_cost`` is a known lower bound on the cost of the slowest pipeline rank. The cost is the rank's seconds
+        per micro-batch, plus the seconds after the last micro-batch divided by the number of micro-batches.
+        ``least_weighted`` is a known lower bound on the largest product of cost and weight (:meth:`weights`).
         """
         terms, micro_batches, fullness = (
             self._terms(shape),
@@ -159,10 +159,10 @@ class StepBound:
     def _virtual_stages(self, shape: Shape) -> float:
         """Return a lower bound on the step seconds of a shape with several virtual stages per pipeline rank.
 
-        The boundaries of its stages are known, because virtual stages always have nearly equal seconds. A pipeline rank
-        begins after the first stages of the earlier ranks have run forward. After the pipeline rank's last backward,
-        these first stages still run backward. If backwards are split, these last backwards may overlap with
-        weight-gradient passes of the pipeline rank.
+        The stage boundaries are known, because virtual stages always have nearly equal seconds. A pipeline rank begins
+        after the first stages of the earlier ranks have run forward. After the pipeline rank's last backward, these
+        first stages still run backward. If backwards are split, these last backwards may overlap with weight-gradient
+        passes of the pipeline rank. The result is 0 if there are several kinds of devices.
         """
         if self.request.mixed:
             return 0.0
@@ -184,8 +184,9 @@ class StepBound:
     def likely(self, shape: Shape) -> float:
         """Return an estimate of the step seconds of ``shape``, to order shapes before they are evaluated.
 
-        It assumes that all pipeline ranks are equally slow. The estimate is the seconds of a pipeline rank for all
-        micro-batches, the seconds to fill and drain the pipeline, and the update.
+        The estimate assumes that all pipeline ranks are equally slow. It is the seconds of a pipeline rank for all
+        micro-batches, the seconds to fill and drain the pipeline, and the update; at least the lower bound
+        (:meth:`seconds`).
         """
         terms, micro_batches = self._terms(shape), self.request.count(shape)
         return max(micro_batches * terms.slowest + terms.ramp + terms.update, self.seconds(shape))
@@ -195,9 +196,9 @@ class StepBound:
         return shape.schedule.searched and shape.interleave == 1
 
     def weights(self, shape: Shape) -> list[float]:
-        """Return the weight of each pipeline rank, relative to the last pipeline rank.
+        """Return the weight of each pipeline rank, as a fraction of the weight of the last pipeline rank.
 
-        The weight is the number of seconds by which the step lengthens per second of the rank's micro-batch.
+        A rank's weight is the number of seconds by which the step lengthens per second of the rank's micro-batch.
         """
         if not self.weighs(shape):
             return [1.0] * shape.pipeline_ranks
@@ -318,8 +319,8 @@ class StepBound:
     def _total(self, shape: Shape, rows: _Rows, replicas: int) -> float:
         """Return a lower bound on the seconds of all blocks for one micro-batch.
 
-        Blocks of the most common kind that cannot keep their activations are recomputed, or offloaded in parallel with
-        computing.
+        Of the kind of block that takes the most seconds in total, the blocks that cannot keep their activations are
+        recomputed, or offloaded in parallel with computing.
         """
         allowed = self.request.allowed
         gone = 1.0 - (self._kept_share(shape, rows, replicas) if Directive.KEEP in allowed else 0.0)
@@ -334,7 +335,8 @@ class StepBound:
         return max(rows.seconds, copied * gone if Directive.OFFLOAD in allowed else 0.0)
 
     def _kept_share(self, shape: Shape, rows: _Rows, replicas: int) -> float:
-        """Return the largest fraction of the blocks of the most common kind that can keep their activations.
+        """Return the largest fraction of blocks that can keep their activations, of the kind of block that takes the
+        most seconds in total.
 
         On each pipeline rank, the activations must fit beside the rank's own parameters. Summed over all pipeline
         ranks, they must fit beside all parameters.
@@ -359,8 +361,8 @@ class StepBound:
         return min(1.0, max(0.0, min(apart, together)) / rows.count)
 
     def _static(self, replicas: int) -> float:
-        """Return a lower bound on the device bytes of parameters, gradients and states of all blocks of the most common
-        kind."""
+        """Return a lower bound on the device bytes of parameters, gradients and states of all blocks of one kind: the
+        kind that takes the most seconds in total. States may be sharded over ``replicas`` replicas."""
         profile, (parameters, trained) = self.request.profile, self._common_bytes
         states = profile.optimizer_bytes + profile.master_bytes
         return min(
@@ -370,8 +372,8 @@ class StepBound:
         )
 
     def _parameters(self, numbers: tuple[int, ...]) -> tuple[int, int]:
-        """Return lower bounds on the bytes of two sets: all parameters, and all trained parameters, of the most common
-        kind of block.
+        """Return lower bounds on the bytes of two sets, for the kind of block that takes the most seconds in total: all
+        parameters of these blocks, and all trained ones.
 
         ``numbers`` has the kind of each block. Parameters that several blocks share are not counted at all.
         """
@@ -430,8 +432,8 @@ class StepBound:
     def _find_update(self, pipeline_ranks: int, replicas: int) -> float:
         """Return the seconds of the work that a step does once: the optimizer's update and the loss over all rows.
 
-        The update is that of a rank with an average share of the parameters, with the fastest choice of offloaded
-        states.
+        The update is that of a rank that has 1/``pipeline_ranks`` of the parameters, with the fastest choice of
+        offloaded states. States may be sharded over ``replicas`` replicas.
         """
         profile = self.request.profile
         every = range(len(profile.blocks))

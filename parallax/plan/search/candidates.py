@@ -7,6 +7,10 @@ a message depends on the placement of replicas. So each shape that may win is so
 variants, and the resulting pipelines are timed action by action. A shape is skipped if its lower bound rules it out, or
 if by the formula it needs more than :data:`NEAR` times the best time. Afterwards :meth:`CandidateSearch._prove`
 tightens the lower bound over all shapes.
+
+Blocks are partitioned into stages by one of two criteria: the largest cost of a pipeline rank is as small as possible,
+or its largest weighted cost is. The weighted cost is cost · weight (:meth:`.StepBound.seconds` and
+:meth:`.StepBound.weights`).
 """
 
 from __future__ import annotations
@@ -73,7 +77,8 @@ class _Open:
 class Forecasts:
     """The full predictions (forecasts) of the pipelines of one search request. Each is computed once.
 
-    ``known`` maps pipelines to their forecasts. :func:`with_ample_memory` has already changed these pipelines.
+    ``known`` maps pipelines to their forecasts. These are the pipelines that :func:`with_ample_memory` returned, not
+    those that it was given.
     ``refused`` maps each pipeline that does not fit to the reason. ``effort`` counts the simulated forwards and
     backwards of single blocks.
     """
@@ -112,10 +117,11 @@ class _Evaluator:
         self.request, self.quick, self.bound = request, GreedySearch(request), StepBound(request)
 
     def evaluate(self, shape: Shape) -> _Found:
-        """Return pipelines of ``shape`` that may be faster than the best forecast, with all directives allowed.
+        """Return pipelines of ``shape`` that may be faster than the best forecast.
 
-        If blocks of a pipeline offload, the shape is also solved without offloading, because a backward may wait longer
-        for offloaded activations than the greedy rule predicts.
+        Blocks may keep, offload or recompute their activations, as the request allows. If some offload, the shape is
+        also solved without offloading, because a backward may wait longer for offloaded activations than the greedy
+        rule predicts.
         """
         found = _Found(self.request, self._forecasts)
         ceiling = self._ceiling(shape, found)
@@ -139,11 +145,12 @@ class _Evaluator:
         return found
 
     def evaluate_again(self, shape: Shape) -> _Found:
-        """Return more pipelines of ``shape``, which was among the best.
+        """Return more pipelines of ``shape``, one of the shapes with the fastest pipelines so far.
 
-        The variants are: one directive for all blocks; and sharded and unsharded optimizer states, each with the blocks
-        partitioned by cost and by weighted cost. One directive for all blocks can be faster than a mixture, because
-        offloading more blocks than necessary leaves memory for prefetching.
+        In the first variants, all blocks recompute or all blocks offload their activations. Offloading all blocks can
+        be faster than a mixture, because offloading more blocks than necessary leaves memory for prefetching. In the
+        other variants, optimizer states are sharded or unsharded, and blocks are partitioned by cost or by weighted
+        cost (cost · weight of a pipeline rank).
         """
         found = _Found(self.request, self._forecasts)
         allowed, weights = self.request.allowed, self.bound.weights(shape)
@@ -157,13 +164,14 @@ class _Evaluator:
         return found
 
     def prove(self, shape: Shape) -> _Found:
-        """Return the result for a shape that was skipped or ruled out, from a single partition by weighted cost."""
+        """Return the pipeline and the lower bound that a single partition by weighted cost finds for ``shape``."""
         found = _Found(self.request, self._forecasts)
         self._weigh(shape, found, 1.0)
         return found
 
     def _weigh(self, shape: Shape, found: _Found, near: float) -> None:
-        """Partition the blocks by weighted cost, and add the resulting pipeline and lower bound to ``found``.
+        """Partition the blocks such that the largest product of a pipeline rank's cost and weight is as small as
+        possible, and add the resulting pipeline and lower bound to ``found``.
 
         The partition may miss pipelines whose step takes more than ``near`` times as long as the best one.
         """
@@ -217,8 +225,8 @@ class _Found:
         self.least_cost = self.least_weighted = 0.0
 
     def add(self, candidate: Candidate) -> None:
-        """Time a candidate in all placements of its ranks, and predict those in full that may be faster than
-        the best."""
+        """Time ``candidate`` under each placement of its ranks to try, and predict it in full under the placements that
+        may be faster than ``best``."""
         if not self._request.executes(candidate.shape, candidate.stages):
             return
         for timed in timed_placements(self._request, candidate):
@@ -306,10 +314,10 @@ class CandidateSearch:
             self._add(found)
 
     def _prove(self) -> None:
-        """Raise the lower bound over all pipeline shapes, as far as the effort for proofs allows.
+        """Raise the lower bound over all pipeline shapes, until the effort for proofs is spent.
 
-        Each round takes the shape with the smallest bound and partitions its blocks by weighted cost. The result shows
-        whether the shape can be as fast as the best pipeline.
+        Each round takes the shape with the smallest bound and partitions its blocks by weighted cost
+        (:meth:`_Evaluator.prove`). The result shows whether the shape can be as fast as the best pipeline.
         """
         quick = self._evaluator.quick
         most, proved = quick.filled + PROOF_EFFORT * self._effort, set[int]()
@@ -360,9 +368,8 @@ class CandidateSearch:
 
     @property
     def bound_seconds(self) -> float:
-        """A lower bound on the step of every pipeline with nearly equal
-        replica counts; infinite if no pipeline is possible.
-        """
+        """A lower bound on the step seconds of every pipeline with nearly equal replica counts; infinite if no pipeline
+        is possible."""
         return min(map(self._bound_of, self._open), default=math.inf)
 
 

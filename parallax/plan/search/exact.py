@@ -186,11 +186,11 @@ class ExactSearch:
         seconds: float,
         replicas: int,
     ) -> Score:
-        """Return the best score of any pipeline that ends with a stage of ``seconds`` per micro-batch and then those of
+        """Return the best score that a pipeline can have if it ends with a given stage, followed by the stages of
         ``after``.
 
-        ``stage`` is the index of that stage, which has ``replicas`` replicas. ``place`` has its first block and its
-        first device. The stages before it are still open.
+        The given stage has the index ``stage`` and ``replicas`` replicas, and takes ``seconds`` per micro-batch.
+        ``place`` has its first block and its first device. The stages before it are not chosen yet.
         """
         slowest, work = max(seconds, after.slowest), seconds * replicas + after.work
         return self.request.bound(
@@ -213,9 +213,10 @@ class ExactSearch:
         return exchange_seconds(self.request.profile, trained_bytes, ranks, self.request.cluster)
 
     def _fitter(self, shape: Shape, first: int, stop: int, plain: bool) -> ExactStageFitter:
-        """Return the fitter for stages on the devices ``first`` to ``stop`` − 1.
+        """Return the object that chooses keep, offload or recompute for the blocks of stages on the devices ``first``
+        to ``stop`` − 1.
 
-        With ``plain``, blocks keep all activations.
+        With ``plain``, it lets blocks keep all activations.
         """
         key = self.request.device(first, stop), plain, shape.split
         if key not in self._fitters:
@@ -233,5 +234,6 @@ def _insert(front: list[_Partial], new: _Partial) -> None:
 
 
 def worst(best: Sequence[Candidate], most: int) -> Score:
-    """Return the score that a candidate must beat to be among the ``most`` best."""
+    """Return the score that a further candidate must beat to be among the ``most`` best. ``best`` has the candidates so
+    far, best first."""
     return best[most - 1].score if len(best) >= most else WORST

@@ -48,9 +48,9 @@ class _PipelineRankPlace:
 
 
 class StageOptions(NamedTuple):
-    """The directives that blocks may have, and whether replicas shard optimizer states.
+    """The directives (keep, offload, recompute) that blocks may have, and whether replicas shard optimizer states.
 
-    ``sharded`` is True if they must, False if they must not, and None if they may.
+    ``sharded`` is True if replicas must shard them, False if they must not, and None if they may.
     """
 
     allowed: tuple[Directive, ...]
@@ -58,7 +58,7 @@ class StageOptions(NamedTuple):
 
 
 class _Filled(NamedTuple):
-    """The pipeline ranks with their blocks, if each can stay within a ceiling on its cost.
+    """The result of filling pipeline ranks with blocks such that no rank costs more than a ceiling.
 
     ``places`` is empty if the ceiling is too low. Then every ceiling below ``next_ceiling`` is too low, too.
     """
@@ -110,7 +110,7 @@ class GreedySearch:
         The result is None if nothing fits, or if the slowest pipeline rank would cost more than ``ceiling`` seconds per
         micro-batch.
 
-        ``allowed``  the directives that blocks may have; None means those of the request
+        ``allowed``  the directives (keep, offload, recompute) that blocks may have; None means those of the request
         ``sharded``  whether replicas shard optimizer states; None means the cheaper of both
         ``weights``  factors by which the costs of the pipeline ranks are multiplied before they are compared; an empty
                      sequence means 1 for each
@@ -122,8 +122,8 @@ class GreedySearch:
         return self._solve(shape, replicas, ceiling, options, tuple(weights)) if replicas else None
 
     def rebalance(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield candidates with more and more devices moved to the slowest pipeline rank, as long as the score
-        falls."""
+        """Yield candidates as long as the score falls. Each has one more device on the slowest pipeline rank of the
+        previous candidate."""
         if (
             self.request.config.replicas != AUTO
             or self.request.even
@@ -236,7 +236,8 @@ class GreedySearch:
         return bool(self._even(shape))
 
     def _even(self, shape: Shape) -> tuple[int, ...]:
-        """Return the number of replicas of each pipeline rank, as even as possible.
+        """Return the number of replicas of each pipeline rank, as even as possible. A configured list is returned
+        unchanged.
 
         The result is empty if a replica would have no rows, or if virtual stages would have unequal numbers of
         replicas.
@@ -353,7 +354,8 @@ class GreedySearch:
         options: StageOptions,
         weights: Sequence[float],
     ) -> _Filled:
-        """Partition the blocks into stages of nearly equal seconds, and assign these to the pipeline ranks in turn.
+        """Partition the blocks into stages of nearly equal seconds, and return the pipeline ranks on which the schedule
+        places these stages.
 
         The result is empty if a pipeline rank does not fit its memory, or costs more than ``ceiling`` divided by its
         weight.
@@ -375,7 +377,8 @@ class GreedySearch:
     def _even_parts(
         self, shape: Shape, replicas: tuple[int, ...], options: StageOptions
     ) -> Iterator[tuple[tuple[Part, ...], GreedyStages, Device]]:
-        """Yield the blocks, the fitter and the device of each pipeline rank, for stages of nearly equal seconds."""
+        """Yield, for each pipeline rank, the blocks of its stages, the object that chooses their directives, and the
+        device. All stages take nearly equal seconds."""
         stages = shape.pipeline_ranks * shape.interleave
         boundaries = even_boundaries(
             [0.0, *accumulate(self._fitter(shape, 0, replicas[0], options).seconds.tolist())],
@@ -396,7 +399,7 @@ class GreedySearch:
             )
 
     def _in_flight(self, shape: Shape) -> list[int]:
-        """Return the micro-batches in flight at every stage."""
+        """Return the largest number of micro-batches in flight on each stage of ``shape``."""
         key = shape.schedule, shape.pipeline_ranks, shape.interleave, self.request.count(shape)
         if key not in self._known_in_flight:
             schedule, pipeline_ranks, interleave, micro_batches = key
@@ -486,9 +489,9 @@ class GreedySearch:
         replicas: int,
         options: StageOptions,
     ) -> list[StageChoice]:
-        """Return the stages of the pipeline rank ``place``, each verified on its own share of the device's memory.
+        """Return the stages of the pipeline rank ``place``, verified to fit the memory of its devices together.
 
-        ``first`` is the pipeline rank's first device. The list is empty if one of the stages does not fit.
+        ``first`` is the pipeline rank's first device. The list is empty if the stages do not fit.
         """
         device = self.request.device(first, first + replicas)
         directives = place.fitted.directives(place.parts, options.allowed)

@@ -82,7 +82,8 @@ def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasibleP
 def _more_memory(request: Request, needed: int, fits: Fits) -> Iterator[str]:
     """Yield advice on the memory per device with which a plan fits.
 
-    The advice is ``needed`` bytes. If the full prediction needs more than that estimate, larger sizes are tried.
+    ``needed`` bytes, an estimate, are tried first. If a plan does not fit them in the full prediction, larger sizes are
+    tried. If none of these fits, nothing is yielded.
     """
     least = min(device.memory_bytes for device in request.devices)
     for _ in range(MEMORY_TRIES):
@@ -107,7 +108,8 @@ def _too_small_a_tier(request: Request, fits: Fits) -> InfeasiblePlan:
 def _larger_tier(request: Request, tier: int, fits: Fits) -> Iterator[str]:
     """Yield advice on the smallest offload tier, in whole MiB, with which a plan fits.
 
-    If a plan also needs more device memory, the advice includes it.
+    ``tier`` is the bytes of the present tier, which is too small. If a plan also needs more device memory, the advice
+    includes it.
     """
     least = min(device.memory_bytes for device in request.devices)
     needed = _least_memory(request.changed(cluster=_with_capacity(request, least, UNBOUNDED)))

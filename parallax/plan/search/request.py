@@ -69,7 +69,7 @@ class Shape:
     """The pipelines that have the same schedule, micro-batch size, number of pipeline ranks and stages per pipeline
     rank.
 
-    ``bound`` is a lower bound on the score of each of them.
+    ``bound`` is a lower bound on the score (:meth:`Request.score`) of each of these pipelines.
     """
 
     schedule: Schedule
@@ -108,7 +108,8 @@ class Request:
     """The input of a search, for one order of the devices.
 
     ``profile`` has the costs of a step of ``task`` (:func:`~parallax.plan.cost.forward.task_costs`). Evaluation and
-    inference are tried under GPipe only, because all orders of forwards are equally fast.
+    inference are tried under GPipe only, unless the user configured a schedule, because all orders of forwards are
+    equally fast.
 
     ``order`` lists the devices in the order in which pipelines use them; None means ascending order. ``swap`` says
     whether plans may offload. ``gather_loss`` restricts the search to schedules under which one loss can be computed
@@ -158,7 +159,8 @@ class Request:
         check_counted_loss(profile, global_batch, gather_loss=gather_loss)
 
     def _check_schedule(self) -> None:
-        """Raise :class:`ConfigError` if the settings contradict each other."""
+        """Raise :class:`ConfigError` if the profile lacks something that the configured schedule needs: steps that may
+        overlap, or separate seconds of weight-gradient passes."""
         requested, config = self.schedules, self.config
         if config.schedule == DOUBLE_BUFFERED.name and not self.profile.continues:
             raise ConfigError(
@@ -206,7 +208,8 @@ class Request:
 
     @cached_property
     def allowed(self) -> list[Directive]:
-        """The directives that blocks may have. In evaluation and inference nothing is saved."""
+        """The directives (keep, offload, recompute) that blocks may have. Evaluation and inference allow only keep,
+        because they save nothing."""
         if not self.task.trains:
             return [Directive.KEEP]
         wanted = (
@@ -475,8 +478,8 @@ class Request:
         )
 
     def _find_device(self, first: int, stop: int) -> Device:
-        """Return a device that stands for the devices ``first`` to ``stop`` − 1 of this order, on which a stage runs:
-        its memory, offload tier and speed are the smallest of these devices."""
+        """Return a device that stands for the devices ``order[first:stop]``, on which a stage runs: its memory, offload
+        tier and speed are the smallest of these devices."""
         kinds = list(dict.fromkeys(self.devices[first:stop]))
         tightest = min(kinds, key=lambda device: device.memory_bytes - device.fixed_bytes)
         return replace(
@@ -489,11 +492,12 @@ class Request:
         )
 
     def _find_link(self, first: int, stop: int) -> Link:
-        """Return the slowest link among the devices ``first`` to ``stop`` − 1 of this order."""
+        """Return the slowest link among the devices ``order[first:stop]``."""
         return link_among(self.order[first:stop], self.cluster)
 
     def setting(self, shape: Shape, first: int, stop: int, in_flight: int) -> StageSetting:
-        """Return the conditions under which a stage runs on the devices ``first`` to ``stop`` − 1 of this order."""
+        """Return the conditions under which a stage runs on the devices ``order[first:stop]`` with ``in_flight``
+        micro-batches in flight."""
         replicas = stop - first
         link = self.link(first, stop) if replicas > 1 else None
         rows = -(-shape.microbatch // replicas)
@@ -559,7 +563,8 @@ class Request:
     def replica_choices(self, shape: Shape, pipeline_rank: int, left: int) -> Sequence[int]:
         """Return the replica counts to try for a pipeline rank if ``left`` devices are not assigned yet.
 
-        At least one device is kept for each earlier pipeline rank. The first pipeline rank uses all remaining devices.
+        Configured counts are the only ones. Otherwise at least one device is left for each earlier pipeline rank, and
+        the first pipeline rank uses all remaining devices.
         """
         replicas = self.config.replicas
         if isinstance(replicas, list | tuple):
@@ -576,7 +581,8 @@ class Request:
         ]
 
     def has_rows(self, shape: Shape, replicas: int) -> bool:
-        """Return whether each of ``replicas`` replicas has a row of every micro-batch, or may be idle."""
+        """Return whether each of ``replicas`` replicas has a row of every micro-batch of ``shape``; True if the request
+        permits replicas without rows."""
         return self.idle or replicas <= fewest_rows(self.global_batch, self.count(shape))
 
     @cached_property

@@ -85,17 +85,18 @@ def search(
     """Return the fastest plan of ``task`` for ``cluster``, and the forecast of its step.
 
     ``profile``      costs of the model in training, also for other tasks
+    ``config``       the user's constraints on the plan
     ``microbatch``   rows of a micro-batch; auto tries the batch, its repeated halves, and the sizes that divide the
                      batch evenly over the replicas
     ``swap``         whether the plan may offload
     ``gather_loss``  whether the plan must compute one loss over all rows of the batch
     ``updates``      recorded in the plan; ``profile`` already has its costs
-    ``spare``        whether the plan may use only the first devices if that makes the step shorter; on large clusters
-                     only a few device counts are tried
+    ``spare``        whether the plan may leave devices unused: it uses as few of the first devices as possible without
+                     making the step more than 1% longer. On large clusters only a few device counts are tried.
     ``progress``     function that receives status messages
 
-    Every replica gets rows. If no plan fits, :class:`InfeasiblePlan` is raised, with the smallest change found that
-    fits.
+    Every replica gets rows, unless this is impossible with all device counts to try. If no plan fits,
+    :class:`InfeasiblePlan` is raised, with the smallest change found that fits.
     """
     whole = Request(
         task_costs(profile, task),
@@ -299,7 +300,7 @@ def _predict(
     """Return the forecasts of the pipelines that may be the best, best first.
 
     The full prediction finds waits that the quick one does not include. So every pipeline that seems faster than the
-    best forecast is predicted, and at least :data:`PREDICTED` pipelines.
+    best forecast is predicted, and at least :data:`PREDICTED` pipelines, until :data:`EFFORT` is spent.
     """
     best = forecasts.least()
     for other in sorted(timed, key=lambda other: other.least):
@@ -314,7 +315,7 @@ def _predict(
 def _with_inputs_ahead(
     profile: ModelProfile, cluster: Cluster, pipeline: Pipeline
 ) -> tuple[Pipeline, Forecast]:
-    """Return ``pipeline`` with a forecast that has the time span of every action, which the search discards.
+    """Return ``pipeline`` with its forecast, which includes the time spans of actions that the search has discarded.
 
     On accelerators, the returned pipeline also copies the inputs of the next micro-batch ahead, if they fit the memory.
     """
