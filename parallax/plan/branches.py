@@ -81,8 +81,8 @@ def _longest(costs: Sequence[float], reads: Reads, rows: int, link: Link) -> flo
 def explain_branches(plan: Plan, profile: ModelProfile, link: Link) -> str:
     """Return a sentence on how much time ``plan`` could save with parallel branches on several devices.
 
-    ``link`` carries tensors between these devices. The result is empty if the model has no branches or if the plan is
-    not for training.
+    ``link`` carries tensors between these devices. The result is empty if the plan is not for training, if the model
+    has no branches, or if the longest path takes nearly as long as all blocks.
     """
     if not plan.task.trains or not any(profile.reads):
         return ""

@@ -18,7 +18,7 @@ _OF_TRAINING = "activations", "optimizer", "shard"
 class PlanConfig:
     """Constraints on the planner; ``auto`` lets the planner choose.
 
-    ``stages``: pipeline stages.
+    ``stages``: number of pipeline stages; if each device has several virtual stages, the number of pipeline ranks.
     ``replicas``: a number for every stage, or one per stage such as ``[1, 2]``.
     ``schedule``: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, breadth-first, 2bw with ``trainer.updates=delayed``, or
         one of your own as ``package.module:function`` (:func:`parallax.register_schedule`).

@@ -31,7 +31,8 @@ class Inputs:
     cluster: Cluster
 
     def check(self, plan: Plan) -> None:
-        """Raise :class:`PlanError` if ``plan`` is for another model or needs more devices than the cluster has."""
+        """Raise :class:`PlanError` if ``plan`` is for another model, computes its loss over other rows than the profile
+        assumes, or needs more devices than the cluster has."""
         if (plan.fingerprint, plan.blocks) != (self.profile.fingerprint, len(self.profile.blocks)):
             raise PlanError(
                 f"the plan is of {plan.model} ({plan.fingerprint}, {plan.blocks} blocks), its inputs of "

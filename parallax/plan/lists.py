@@ -22,10 +22,10 @@ def actions(
     True, the first actions of this step are left out, because they are in the list of the previous step. Both need a
     schedule that continues over steps.
 
-    The list ends with one reduce and one update for all stages of the pipeline rank. If a stage offloads activations,
-    each backward is prepared by a FETCH, which starts to read the offloaded activations. The FETCH comes right after
-    the preceding forward or backward and its send. So the reading overlaps with the transfer and with the wait for the
-    gradient.
+    One reduce follows the last backward of the step, and one update for all stages of the pipeline rank ends the list.
+    If a stage offloads activations, each backward is prepared by a FETCH, which starts to read the offloaded
+    activations. The FETCH comes right after the preceding forward or backward and its send. So the read overlaps with
+    the send and with the wait for the gradient.
 
     An example is the last stage but one under 1F1B, with offloading. The letters mean forward (F), backward (B), send
     (S), receive (R) and fetch (L), and the numbers are micro-batches::
@@ -50,9 +50,10 @@ def _overlapping(
 ) -> list[Action]:
     """Return the actions of a step that overlaps with the step before it or after it.
 
-    The lists of all steps divide one order of forwards and backwards. Pipeline rank ``i`` updates after ``i`` backwards
-    of the next step. By then the first pipeline rank, which is the last one to complete its backwards of this step, has
-    completed them, because each rank sends a gradient on before it computes its next forward and backward.
+    The forwards and backwards of consecutive steps are one sequence, and the list of a step is a part of it. Pipeline
+    rank ``i`` updates after ``i`` backwards of the next step. Pipeline rank 0 is the last one to complete the backwards
+    of this step. It has completed them by that time, because each rank sends a gradient on before it computes its next
+    forward and backward.
     """
     order = _compute_order(pipeline, pipeline_rank, 2 * micro_batches)
     # actions of a step that are in the list of the previous step

@@ -29,10 +29,9 @@ def sizes(global_batch: int, microbatch: int | str) -> list[int]:
 def balanced_sizes(global_batch: int, replicas: int, step: int = 1) -> list[int]:
     """Return the micro-batch sizes, in rows, that are worth trying with ``replicas`` replicas, largest first.
 
-    A size is worth trying if no smaller size gives as few micro-batches. One such size is found for each number of rows
-    that a replica may have of a micro-batch, from an even share of the batch down to one row. The number of
-    micro-batches is rounded up to a multiple of ``step``. After ``MOST_SIZES`` sizes, the rows of a replica shrink at
-    least by the factor ``RATIO`` from one size to the next.
+    A size is worth trying if no smaller size gives as few micro-batches, and if it gives a multiple of ``step``
+    micro-batches. From one size to the next, the rows of a micro-batch on one replica decrease, from an even share of
+    the batch down to one row. After ``MOST_SIZES`` sizes, they decrease at least by the factor ``RATIO``.
     """
     found: list[int] = []
     rows = -(-global_batch // replicas)

@@ -51,7 +51,8 @@ class Directive(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """A stage: blocks ``start`` to ``stop`` (exclusive) on ``replicas`` ranks, with one directive per block.
+    """A stage: blocks ``start`` to ``stop`` (exclusive) on ``replicas`` ranks, with one directive (keep, offload or
+    recompute activations) per block.
 
     ``swap_limit_bytes``   largest bytes of offloaded activations that may be on the device at one time
     ``tier_bytes``         largest bytes of activations in the offload tier
@@ -480,7 +481,8 @@ class Plan(Pipeline):
             )
 
     def _check_overlap(self) -> None:
-        """Raise :class:`PlanError` if steps overlap under the schedule, and other parts of the plan forbid this."""
+        """Raise :class:`PlanError` if steps overlap under the schedule, but the plan has no delayed updates, too few
+        micro-batches, a loss of the whole batch, local steps, or offloaded or sharded tensors."""
         if not (self.schedule.continues and self.task.trains):
             return
         moved = any(s.offloads or s.optimizer_offload or s.shard_optimizer for s in self.stages)
@@ -535,7 +537,8 @@ class Plan(Pipeline):
                 )
 
     def summing(self, stage: int) -> int:
-        """Return how many replicas of ``stage`` sum their gradients with each other in every step."""
+        """Return how many replicas of ``stage`` sum their gradients with each other in every step: all, those of one
+        group with local steps, or one if the replicas are asynchronous."""
         alone = self.local_steps + self.staleness > 0
         return summing(self.stages[stage].replicas, alone, self.local_groups)
 
@@ -658,7 +661,7 @@ class Plan(Pipeline):
         return cls.from_dict(data)
 
     def decisions(self) -> dict[str, Any]:
-        """Return the fields that the runtime executes: all except the predictions."""
+        """Return the fields that the runtime executes, without the predictions and the results of the search."""
         names = (
             "task",
             "fingerprint",

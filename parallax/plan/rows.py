@@ -49,10 +49,10 @@ def overlap(a: Interval, b: Interval) -> Interval:
 
 
 def peers(rows: int, mine: int, replica: int, theirs: int) -> list[tuple[int, Interval]]:
-    """Return the replicas of an adjacent stage that share rows with ``replica``, each with the interval of shared rows.
+    """Return the replicas of an adjacent stage that have rows of ``replica``, each with the interval of these rows.
 
-    Rows are counted from the first row of ``replica``. ``mine`` and ``theirs`` are the replica counts of the two
-    stages.
+    ``rows`` is the number of rows of the micro-batch. ``mine`` is the replica count of the stage of ``replica``, and
+    ``theirs`` that of the adjacent stage. Intervals are counted from the first row of ``replica``.
 
     >>> peers(6, 1, 0, 2)  # one replica here, two there
     [(0, (0, 3)), (1, (3, 6))]

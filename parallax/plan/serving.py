@@ -64,8 +64,9 @@ class BatchTimes:
         """Return the times for 1 to ``most`` rows, interpolated from latencies that were measured for some numbers of
         rows.
 
-        ``seconds`` maps a number of rows to the measured latency. ``shares`` has, for each stage, the fraction of the
-        latency for which the stage computes.
+        ``seconds`` maps a number of rows to the measured latency. A batch of ``most`` rows is assumed to take as long
+        as the largest measured batch. ``shares`` has, for each stage, the fraction of the latency for which the stage
+        computes.
         """
         found = {**dict(sorted(seconds.items())), most: seconds[max(seconds)]}
         latency = list(found.values())
@@ -117,7 +118,7 @@ class Server:
 
     @property
     def most_per_second(self) -> float:
-        """The rate of requests at which the server is saturated."""
+        """The number of requests per second at which the server is saturated."""
         rows = np.arange(1, self.times.most_rows + 1)
         slowest = np.max(self.times.stages, axis=0)
         http = self.request_seconds + self.batch_seconds / self.times.most_rows
@@ -178,7 +179,7 @@ def best_wait(server: Server, rate: float) -> float:
     """Return the ``max_wait``, in seconds, with which ``server`` has the smallest p99 latency at ``rate`` requests per
     second.
 
-    If several values are equally good, the shortest one is returned.
+    Several values are simulated. Of those whose p99 is nearly the smallest, the shortest one is returned.
     """
     row = max(stage[0] for stage in server.times.stages)
     loads = [simulate(server, rate, factor * row) for factor in (0.0, *_WAITS)]
@@ -258,7 +259,8 @@ class _QueueRun:
         """Queue work for the HTTP thread at the time ``now``: to read the request number ``request``, or to write its
         answer.
 
-        ``what`` is the kind of work, one of the module's constants.
+        ``what`` is the kind of work: ``_READ``, ``_WRITE_FIRST`` for the first answer of a batch, or ``_WRITE`` for a
+        further one.
         """
         self._work.append((what, request))
         if len(self._work) == 1:
@@ -282,7 +284,8 @@ class _QueueRun:
     # ---- batches
 
     def _take(self, now: float) -> None:
-        """Start all batches that can start now."""
+        """Start batches as long as a copy has a free place and the queue has a full batch or its oldest request has
+        waited for the longest allowed time."""
         stages, most = len(self._times.stages), self._times.most_rows
         while self._waiting:
             copy = min(range(len(self._in_flight)), key=self._in_flight.__getitem__)
@@ -391,7 +394,8 @@ class _SharedCoreRun:
             self.answered[request] = self._now
 
     def _take(self) -> None:
-        """Start a batch if the model is idle, and the batch is full or has waited long enough."""
+        """Start a batch if the model is idle, and the queue has a full batch or its oldest request has waited for the
+        longest allowed time."""
         most = len(self._seconds)
         if self._batch or not self._waiting:
             return

@@ -65,7 +65,8 @@ most forwards it was less than the workspace."""
 
 @dataclass(frozen=True, kw_only=True)
 class CatalogClusterConfig:
-    """Machines to plan for that are not available here. A list has one entry for each sort of nodes.
+    """Machines to plan for that are not available here. A setting whose value is a list has one entry for each sort of
+    nodes.
 
     ``device``: a kind of device such as a100-80.
     ``nodes``: number of nodes, with ``devices_per_node`` devices each.
@@ -196,7 +197,7 @@ class CatalogClusterConfig:
     def _device(self, kind: DeviceKind, count: int, tier: str, weight_bytes: int) -> Device:
         """Return one of the ``count`` devices of a node, with its share of the host's memory, disk and bandwidth.
 
-        A CPU device has no caching allocator.
+        For a CPU, the bytes of a caching allocator and of NCCL's buffers are 0.
         """
         caching = kind.host_link != DISK.link
         offload_tier = usual_tier(device_is_ram=not caching) if tier == AUTO else tier_named(tier)

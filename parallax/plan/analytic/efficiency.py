@@ -442,7 +442,7 @@ class _Fit:
         return np.asarray((np.log(predicted) - self.measured) / NOISE)
 
     def jacobian(self, point: Vector) -> Vector:
-        """Return the derivatives of the residuals with respect to the point, at ``point``, with shape (observations,
+        """Return the derivatives of the residuals by the coordinates of ``point``, with shape (observations,
         coefficients).
 
         For a coefficient at its bound, the derivative is one-sided.
@@ -463,8 +463,10 @@ class _Fit:
         return float(huber.sum() + (self.precision * point**2).sum())
 
     def solve(self) -> Efficiency:
-        """Return the coefficients with the smallest loss that :meth:`descend` reaches. It runs once from each entry of
-        :data:`STARTS` whose coefficients are all among those to fit."""
+        """Return the coefficients with the smallest loss that :meth:`descend` reaches.
+
+        :meth:`descend` starts once from each entry of :data:`STARTS` that changes only coefficients to be fitted.
+        """
         starts = [
             np.array([math.log(multiples.get(name, 1.0)) for name in self.names])
             for multiples in STARTS

@@ -1,9 +1,9 @@
 """Compute the memory that an allocator reserves beyond the tensors of a rank.
 
-Freed memory is reused by tensors of other sizes, which leaves holes. Their bytes are proportional to the size of the
-tensors, and do not grow with the micro-batches in flight, because a micro-batch reuses the holes of the previous one
-(``docs/adr/008-what-the-allocator-holds.md``). Only memory of transient tensors is freed and reused, so holes are also
-at most a share of their bytes::
+Freed memory is reused by tensors of other sizes, which leaves gaps. The bytes of the gaps are proportional to the size
+of one tensor. They do not grow with the micro-batches in flight, because a micro-batch reuses the gaps of the previous
+one (``docs/adr/008-what-the-allocator-holds.md``). Gaps arise only in the memory of transient tensors, which are freed
+and allocated again in each step. So the bytes of the gaps are also at most a fraction of the transient bytes::
 
     lost = share · transient + min(most, limit · transient)
 
@@ -48,7 +48,7 @@ class Gaps:
         return max(gaps, key=lambda each: each.most)
 
     def lost(self, transient: float) -> int:
-        """Return the bytes that the allocator loses on a rank with ``transient`` bytes."""
+        """Return the bytes that the allocator loses on a rank with ``transient`` bytes of transient tensors."""
         return math.ceil(self.share * transient + min(self.most, self.limit * transient))
 
     def lost_each(self, transient: Any) -> Any:
@@ -61,9 +61,9 @@ class Gaps:
         return np.maximum((free - self.most) / (1 + self.share), limited)
 
     def more(self, transient: Any, spare: Any) -> Any:
-        """Return by how many bytes the transient bytes may grow if ``spare`` bytes of memory are free.
+        """Return by how many bytes a rank's transient tensors may grow if ``spare`` bytes of memory are free.
 
-        The rank has ``transient`` bytes now. The additional bytes that are lost to gaps are taken from ``spare``, too.
+        They have ``transient`` bytes now. As they grow, more bytes are lost to gaps, which ``spare`` must hold, too.
         """
         lost = self.share * transient + np.minimum(self.most, self.limit * transient)
         return self.capacity(transient + lost + spare) - transient

@@ -23,11 +23,11 @@ from parallax.plan.profile import ModelProfile
 def exchange_seconds(
     profile: ModelProfile, trained_bytes: float, ranks: Sequence[int], cluster: Cluster
 ) -> float:
-    """Return the seconds per step that the replicas on ``ranks`` need to sum gradients and, with local steps, to
-    average weights.
+    """Return the seconds per step that the replicas on ``ranks`` need to sum gradients and to exchange weights, if they
+    take local steps or are asynchronous.
 
-    ``trained_bytes``: the bytes of their trained parameters. An average that runs beside local steps counts as
-    completely hidden, because the duration of these steps is not known here.
+    ``trained_bytes``: the bytes of their trained parameters. If weights are averaged while local steps run, the average
+    counts as completely hidden, because the duration of these steps is not known here.
     """
     summed = max(
         all_reduce_seconds(trained_bytes * profile.gradient_bytes, group, cluster)
@@ -49,18 +49,19 @@ def averaging_parts(
     cluster: Cluster,
     step_seconds: float,
 ) -> tuple[float, float]:
-    """Return two numbers for the averaging of weights over the replicas on ``ranks``: the seconds per step inside the
-    nodes, and those between the nodes. Both are without the seconds that overlap with local steps, of ``step_seconds``
-    each.
+    """Return the seconds per step in which the replicas on ``ranks`` exchange weights: the seconds inside the nodes,
+    and the seconds between the nodes. Both are 0 if replicas sum their gradients in every step.
 
-    Weights are averaged once per round of local steps, so each number is the seconds of one average divided by the
-    steps of a round; both are 0 without local steps. Each replica of a group all-reduces a part of the weights with its
-    counterparts in the other groups. It then sends the result to the replicas of its own group. With a fragment delay,
-    the average of a fragment overlaps with as many local steps, but at most until the average of the next fragment
-    begins.
+    With local steps, weights are averaged once per round, so each number is the seconds of one average divided by the
+    steps of a round. Each replica of a group all-reduces a part of the weights with its counterparts in the other
+    groups, and then sends the result to the replicas of its own group.
 
-    For asynchronous replicas, these are the seconds in which the owner of the state receives the gradients of the other
-    replicas and sends them weights, one after another.
+    If the profile has a ``fragment_delay``, local steps of ``step_seconds`` each run while a fragment of the weights is
+    averaged. The seconds that overlap with these steps are left out, but only up to the steps between the averages of
+    two fragments.
+
+    For asynchronous replicas, the results are the seconds in which the first replica, which has the optimizer states,
+    receives the gradients of the other replicas and sends them weights, one replica after another.
     """
     if profile.staleness:
         return _owner_parts(profile, trained_bytes, ranks, cluster)

@@ -163,7 +163,7 @@ def _fullest(
 ) -> int:
     """Return the bytes of the largest of ``stages`` stages, in the partition of the blocks that minimizes these bytes.
 
-    All blocks have the same ``directive``. ``rows`` is the rows of a micro-batch.
+    ``directive`` says whether all blocks keep or recompute their activations. ``rows`` is the rows of a micro-batch.
     """
     schedule = _schedule(profile)
     in_flight_by_stage = [

@@ -49,9 +49,9 @@ def _state_bytes(
     """Return an upper bound on the bytes of optimizer states that one replica of ``stage`` has in the offload tier.
 
     The bound is a sum of two parts. The first is the offloaded ``share`` of the stage's states, rounded up to whole
-    parameters: the replica's shard of it, or all of it if the stage offloads parameters, too. The second is the states
-    of ``forced`` bytes of tied parameters, which are stepped in the tier because of another stage (:func:`_forced`).
-    Master copies of offloaded parameters are left out: :func:`_streamed_bytes` counts them.
+    parameters. A replica has its shard of these states, or all of them if the stage offloads parameters, too. The
+    second part is the states of ``forced`` bytes of tied parameters, which are stepped in the tier because of another
+    stage (:func:`_forced`). Master copies of offloaded parameters are left out: :func:`_streamed_bytes` counts them.
     """
     per_byte = profile.optimizer_bytes + profile.master_bytes
     whole, largest = math.ceil(sizes.trained * per_byte), sizes.parameter * per_byte
@@ -81,9 +81,10 @@ def _streamed_bytes(profile: ModelProfile, sizes: Sizes, share: float) -> int:
 
 
 def _forced(profile: ModelProfile, stages: Sequence[StagePlan], pipeline_ranks: int) -> list[int]:
-    """Return, for each stage, the bytes of tied parameters that some stage on another pipeline rank steps in the tier.
+    """Return, for each stage, the bytes of its tied parameters that must be stepped in the tier.
 
-    The stage must then step these parameters in the tier, too.
+    These are the parameters that stages on several pipeline ranks hold, if at least one of these stages offloads
+    optimizer states. Then all of these stages step the parameter in the tier.
     """
     forced = [0] * len(stages)
     for size, users in profile.ties:

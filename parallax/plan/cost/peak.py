@@ -26,8 +26,8 @@ def peak_memory(
 ) -> dict[str, int]:
     """Return the device bytes by term at the moment in a rank's action list at which their sum is largest.
 
-    ``passes(action)`` returns the costs of the action's stage. ``stages`` has a pair for each stage of the rank: the
-    load of its largest micro-batch, and its swap limit in bytes.
+    ``listed`` is the action list. ``passes(action)`` returns the costs of the action's stage. ``stages`` has a pair for
+    each stage of the rank: the stage's costs for its largest micro-batch, and its swap limit in bytes.
     """
     kept = loss = 0
     most = Bytes()
@@ -72,7 +72,7 @@ def _kept_bytes(terms: dict[str, int], device: Device, work_bytes: int) -> int:
     """Return the bytes of freed memory that malloc keeps and of gaps between allocations, for a peak with these
     ``terms``.
 
-    The formula was fitted to measurements.
+    The formula was fitted to measurements. ``work_bytes``: see :func:`with_kept`.
     """
     work = min(work_bytes, terms["workspace"])  # at the peak
     freed = passing_bytes(terms) + _BLOCKS_KEPT * work + terms["staging"] / 4

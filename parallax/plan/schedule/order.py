@@ -55,11 +55,11 @@ def weave(
 
 
 def by_rounds(rounds: list[Numbers], columns: list[tuple[Numbers, Numbers]]) -> Order:
-    """Return all actions of a pipeline rank sorted by round, a number given for each action, and within a round by
-    kind.
+    """Return all actions of a pipeline rank, sorted by the numbers in ``rounds``. Actions with equal numbers are sorted
+    by kind.
 
-    Both lists have one entry for each kind of action, in the order of ``COMPUTE``. An entry of ``rounds`` has the round
-    of each action of this kind, and an entry of ``columns`` has the stages and the micro-batches of these actions.
+    Both lists have one entry for each kind of action, in the order of ``COMPUTE``. An entry of ``rounds`` has a number
+    for each action of this kind, and an entry of ``columns`` has the stages and the micro-batches of these actions.
     Every kind has equally many actions.
     """
     place = np.argsort(np.concatenate(rounds), kind="stable")

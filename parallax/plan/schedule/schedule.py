@@ -34,8 +34,8 @@ class Ramp:
 
     ``weight_savings``  seconds by which each second of a weight-gradient pass shortens this time
     ``drains``          whether the pipeline drains between steps
-    ``ahead``           number of additional forwards that a pipeline rank can run for each later pipeline rank, while
-                        its first micro-batch is on the later pipeline ranks
+    ``ahead``           number of further forwards, per later pipeline rank, that a pipeline rank can run while its
+                        first micro-batch is on the later pipeline ranks
     """
 
     weight_savings: int = 0

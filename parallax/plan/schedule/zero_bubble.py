@@ -70,8 +70,8 @@ def zero_bubble_h2(
 def zero_bubble(pipeline_rank: int, micro_batches: int, *, warm_up: int, delay: int) -> Order:
     """Return an order in which forward, input-gradient (B) and weight-gradient (W) passes take turns.
 
-    A forward is ``warm_up`` micro-batches ahead of the B beside it, and a W is ``delay`` micro-batches behind the B
-    beside it. At most ``warm_up`` + ``delay`` + 1 micro-batches are in flight.
+    In each turn, the forward is ``warm_up`` micro-batches ahead of the B, and the W is ``delay`` micro-batches behind
+    the B. At most ``warm_up`` + ``delay`` + 1 micro-batches are in flight.
     """
     count = np.arange(micro_batches)
     column = np.full(micro_batches, pipeline_rank), count

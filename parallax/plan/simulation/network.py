@@ -140,7 +140,7 @@ class Network:
         message.send(count / link.bytes_per_second, self._between(sender, receiver))
 
     def all_reduce(self, ranks: Sequence[int], count: float) -> Routine:
-        """Simulate an all-reduce of ``count`` bytes over ``ranks``: rings inside the nodes, then between them."""
+        """Simulate an all-reduce of ``count`` bytes over ``ranks``: first inside the nodes, then between the nodes."""
         yield from self._together(ranks, *all_reduce_parts(count, ranks, self._cluster))
 
     def average(
@@ -150,11 +150,11 @@ class Network:
         trained_bytes: int,
         step_seconds: float,
     ) -> Routine:
-        """Simulate the averaging of weights over the replicas on ``ranks``, with local steps of ``step_seconds``, or
-        the exchanges of asynchronous replicas.
+        """Simulate the exchange of weights between the replicas on ``ranks``, which take local steps of
+        ``step_seconds`` or are asynchronous.
 
-        Weights are averaged once per round. So the links are occupied for the seconds of one average, without those
-        that overlap with local steps, divided by the steps of a round.
+        With local steps, weights are averaged once per round. So the links are occupied for the seconds of one average
+        divided by the steps of a round. The seconds that overlap with local steps are left out.
         """
         parts = averaging_parts(profile, trained_bytes, ranks, self._cluster, step_seconds)
         yield from self._together(ranks, *parts)

@@ -85,10 +85,11 @@ def predict_costs(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -
 
 
 def placements(cluster: Cluster, pipeline: Pipeline) -> list[Pipeline]:
-    """Return the placements to try for a pipeline with equal replica counts over several nodes.
+    """Return ``pipeline`` under each placement to try.
 
-    Either the replicas of a stage are adjacent, so that they reduce over fast links, or the stages of a replica are
-    adjacent, so that they send over fast links.
+    If equally many replicas of several stages run on several nodes with equal devices, there are two placements. Either
+    the replicas of a stage are adjacent, so that they reduce over fast links, or the stages of a replica are adjacent,
+    so that they send over fast links. Otherwise, only ``pipeline`` itself is returned.
     """
     replicas, pipeline_ranks = pipeline.stages[0].replicas, pipeline.pipeline_ranks
     even = all(stage.replicas == replicas for stage in pipeline.stages)
@@ -201,8 +202,8 @@ def _finish(
     """Return the timeline, the second at which the step ends, and each pipeline rank's seconds of reduction and update.
 
     ``ties`` has, for each pipeline rank, the seconds of reducing the gradients of parameters that it shares with
-    others. The ``stalls`` of a stage are added to each of its backwards or, if there are none, to each of its forwards.
-    With ``hidden``, forwards do not wait for transfers of offloaded optimizer states.
+    others. ``stalls`` has, for each stage, the seconds that one backward waits for the offload tier; if no backward
+    runs, one forward waits for them. With ``hidden``, forwards do not wait for transfers of offloaded optimizer states.
     """
     pipeline_ranks = range(pipeline.pipeline_ranks)
     times = [
@@ -372,7 +373,8 @@ def _stall(cluster: Cluster, pipeline: Pipeline, loads: Mapping[int, StageLoad])
     """Return the seconds per micro-batch that the stages of one pipeline rank wait for the offload tier.
 
     This is the time by which copies take longer than compute. If the swap limit is too small to prefetch, it is at
-    least the time of the reads in a backward. ``loads`` has the cost of each stage.
+    least the time of the reads in a backward. The seconds of adding gradients to those in the tier are included.
+    ``loads`` has the cost of each stage.
     """
     pipeline_rank = pipeline.pipeline_rank(next(iter(loads)))
     device = cluster.while_all_swap(cluster.devices[pipeline.ranks(pipeline_rank)[0]])
@@ -397,9 +399,10 @@ def _stall(cluster: Cluster, pipeline: Pipeline, loads: Mapping[int, StageLoad])
 def _exposed_reduction(
     profile: ModelProfile, cluster: Cluster, ranks: Sequence[int], loads: Sequence[StageLoad]
 ) -> float:
-    """Return the seconds of gradient reduction that do not overlap with the last micro-batch's backward.
+    """Return the seconds of gradient reduction that do not overlap with the last backward of the step.
 
-    ``ranks`` are the ranks of one pipeline rank, and ``loads`` are the costs of its stages.
+    ``ranks`` are the ranks of one pipeline rank, and ``loads`` are the costs of its stages, in the order of the data.
+    The last backward is that of the first of these stages.
     """
     gradients = sum(load.trained_bytes for load in loads) * profile.gradient_bytes
     hidden = sum(block.backward_seconds for block in loads[0].blocks)
@@ -418,10 +421,9 @@ def _update_seconds(
 ) -> float:
     """Return the seconds of the optimizer's step on one pipeline rank.
 
-    The seconds include the broadcast of new parameters if states are sharded. With local steps, they also include those
-    seconds of one average of the weights that do not overlap with steps, divided by the steps of a round. ``loads`` has
-    the cost of each stage of the pipeline rank. With ``hidden``, the time that the next forward waits for transfers of
-    offloaded states is left out.
+    The seconds include the broadcast of new parameters if states are sharded, and the exchange of weights between
+    replicas (:func:`.averaging_parts`). They also include the time that the next forward waits for transfers of
+    offloaded states, unless ``hidden`` is True. ``loads`` has the cost of each stage of the pipeline rank.
     """
     ranks = pipeline.ranks(pipeline_rank)
     first = groups_of(profile, ranks)[0]

@@ -1,8 +1,8 @@
 """The simulated swap manager of one rank.
 
-Saved tensors are offloaded immediately. A forward waits while the swap limit is reached. A fetch cancels unfinished
-writes and prefetches up to the limit. The rules are those of ``swap/activations/manager.py``, with numbers of bytes in
-place of tensors, and work on the simulated tier in place of copies.
+Saved tensors are offloaded immediately. A forward waits while the swap limit is reached. A fetch cancels the writes
+that have not begun, and prefetches up to the limit. The rules are those of ``swap/activations/manager.py``, with
+numbers of bytes in place of tensors, and work on the simulated tier in place of copies.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ class SimulatedSwap:
         self._copy(held)
 
     def fetch(self, step: int, stage: int, micro: int) -> None:
-        """Start to prefetch the activations of micro-batch ``micro`` of ``stage`` in ``step``, last block first."""
+        """Start to prefetch the activations of micro-batch ``micro`` of ``stage`` in ``step``, last block first.
+
+        Writes of these activations that have not begun are cancelled, so that nothing needs to be read.
+        """
         wanted = step, stage, micro
         mine = [held for key, held in self._held.items() if key[:3] == wanted]
         for held in reversed(mine):
@@ -147,9 +150,10 @@ class SimulatedSwap:
         self.peak = max(self.peak, self._stored)
 
     def _make_room(self, size: float) -> Routine:
-        """Wait until ``size`` more bytes fit the limit.
+        """Wait until ``size`` more bytes fit the swap limit.
 
-        First this waits for running writes, then it evicts prefetched activations.
+        First this waits for queued writes, then it evicts prefetched activations. Raises :class:`BudgetExceeded` if
+        the bytes do not fit even then.
         """
         start = self._simulator.now
         while self._resident + size > self._limit * (1 + 1e-9):
