@@ -40,23 +40,27 @@ class Mesh:
     Two groups contain the replicas of this rank's stage:
 
     ``replicas``    averages the running statistics of BatchNorms
-    ``statistics``  serves BatchNorm, loss and metrics, whose collectives run in block order, beside ``summed``
+    ``statistics``  serves BatchNorm, loss and metrics. Their collectives run in block order, while ``summed`` reduces
+                    gradients.
 
     Three groups contain the replicas that sum their gradients with this rank in every step. With local steps
     (``replicas.mode=local``) these are the replicas of this rank's group. Asynchronous replicas sum none. Otherwise
     these are all replicas of its stage:
 
     ``summed``      reduces gradients, in the order in which they are completed
-    ``updates``     uses gloo to broadcast weights whose optimizer states are offloaded, beside other collectives
+    ``updates``     uses gloo to broadcast weights whose optimizer states are offloaded, while other collectives run
     ``streamed``    reduces the gradients of offloaded parameters
 
-    With local steps, two more groups contain this rank and its counterpart in every other group of replicas:
+    If not all replicas of the stage sum their gradients in every step, there are two more groups. With local steps they
+    contain this rank and its counterpart in every other group of replicas:
 
     ``outer``       averages weights after local steps
-    ``outer_host``  uses gloo, for weights whose optimizer states are offloaded; with asynchronous replicas, for
-                    gradients and weights between the owner of the stage's state and each other replica
+    ``outer_host``  uses gloo, to average weights whose optimizer states are offloaded. With asynchronous replicas it
+                    contains all replicas of the stage: the first one, which alone has optimizer states, receives
+                    gradients from the others and sends them weights.
 
-    ``pipeline`` contains the ranks of this replica of all stages, in their order. Only asynchronous replicas use it.
+    ``pipeline`` contains the rank that holds this replica of each stage, in the order of the stages. Only asynchronous
+    replicas use it.
 
     ``shared`` maps the name of each parameter that several stages hold to the group of the ranks that hold it and sum
     its gradients in every step. ``nodes`` are the nodes of all ranks.
@@ -95,7 +99,8 @@ class Mesh:
         """Return this rank's mesh, with new process groups, and select ``device``. Every rank calls this method with
         the same plan.
 
-        ``shared`` maps each parameter that several stages hold to the pipeline ranks that hold it.
+        ``shared`` maps each parameter that several stages hold to the pipeline ranks that hold it. Raises
+        :class:`PlanError` if the plan is for another number of ranks.
         """
         size = dist.get_world_size() if dist.is_initialized() else 1
         if size != plan.world_size:
@@ -196,13 +201,14 @@ class Mesh:
 
     @property
     def summing(self) -> int:
-        """Return how many replicas of this rank's stage sum their gradients in every step."""
+        """Return how many replicas of this rank's stage sum their gradients with this rank in every step, this rank
+        included."""
         return self.plan.summing(self.pipeline_rank)
 
     @property
     def groups(self) -> int:
-        """Return the number of groups of this rank's stage. The replicas of a group sum their gradients in every
-        step, or share one state."""
+        """Return the number of groups of replicas of this rank's stage. The replicas of a group sum their gradients in
+        every step. Asynchronous replicas are all in one group."""
         return 1 if self.asynchronous else self.replica_count // self.summing
 
     @property
@@ -217,8 +223,8 @@ class Mesh:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether there are several replicas, and they train on one state without waiting for each other. They are one
-        group."""
+        """Whether this rank's stage has several replicas that are asynchronous: they train the same weights without
+        waiting for each other."""
         return self.plan.staleness > 0 and self.replica_count > 1
 
     @property
@@ -239,7 +245,8 @@ class Mesh:
         return values
 
     def begin_sum(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin :meth:`sum`, and return a function that waits for its result. All ranks call both, in one order."""
+        """Begin :meth:`sum`, and return a function that waits for the sum and returns it. All ranks begin their sums in
+        the same order."""
         if self.world is None:
             return lambda: values
         # Dropped when waited for: a process must hold no work when its groups are destroyed.
@@ -264,8 +271,8 @@ class Mesh:
         return self.begin_gathering(mine)()
 
     def begin_gathering(self, mine: Mapping[str, float]) -> Callable[[], dict[str, list[float]]]:
-        """Begin :meth:`gather_columns`, and return a function that waits for its result. All ranks call both, in one
-        order."""
+        """Begin :meth:`gather_columns`, and return a function that waits for the result and returns it. All ranks begin
+        this and other collectives in the same order."""
         table = torch.zeros(self.plan.world_size, len(mine), dtype=torch.float64)
         table[self.rank] = torch.tensor(list(mine.values()), dtype=torch.float64)
         gathered = self.begin_sum(table)
@@ -283,15 +290,15 @@ def _holders(plan: Plan, holders: Sequence[int]) -> list[list[int]]:
     """Return the groups of ranks that sum the gradients of a parameter which the pipeline ranks ``holders`` share.
 
     A group has the corresponding replicas of all ``holders``. There is one group if all replicas sum their gradients in
-    every step, and several groups with local steps.
+    every step, and there are several groups with local steps or asynchronous replicas.
     """
     held = [_divided(plan, holder) for holder in holders]
     return [[rank for each in groups for rank in each] for groups in zip(*held)]
 
 
 def _divided(plan: Plan, pipeline_rank: int) -> list[list[int]]:
-    """Return the groups of a pipeline rank: for each group, the list of its ranks, which sum their gradients in every
-    step."""
+    """Return the lists of the ranks of ``pipeline_rank`` that sum their gradients with each other in every step.
+    Asynchronous replicas sum none, so each is alone in its list."""
     ranks, size = plan.ranks(pipeline_rank), plan.summing(pipeline_rank)
     return [list(ranks[first : first + size]) for first in range(0, len(ranks), size)]
 
@@ -334,9 +341,9 @@ def _replica_groups(plan: Plan, rank: int, devices: RankDevices) -> dict[str, di
 class RankDevices:
     """The devices of all ranks, which are of one ``kind``.
 
-    ``identities`` has one text per rank; None for CPUs and for kinds of devices without a backend of their own. These
-    texts are unique across hosts. Device indices are not, because ranks may see different devices or number the same
-    devices differently.
+    ``identities`` has, for each rank, a text that identifies its device across hosts. Device indices could not identify
+    it, because ranks may see different devices or number the same devices differently. The entries are None for CPUs
+    and for kinds of devices without a process-group backend of their own.
     """
 
     kind: str

@@ -59,7 +59,7 @@ class Elastic:
 
 
 def _starts_again() -> bool:
-    """Whether torchrun has a restart left."""
+    """Whether torchrun may still restart its ranks: it has restarted them fewer times than it is allowed to."""
     count, most = (
         os.environ.get(f"TORCHELASTIC_{key}", "0") for key in ("RESTART_COUNT", "MAX_RESTARTS")
     )

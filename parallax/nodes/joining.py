@@ -131,8 +131,8 @@ def _store(rank: int, size: int, limit: float) -> tuple[Any, Callable[[], object
     """Return a store, and a function that rank 0 calls repeatedly until all ranks have joined. ``rank`` is this rank of
     ``size`` ranks, and ``limit`` is how many seconds to wait for rank 0.
 
-    Without torchrun, rank 0 opens a new store and does not wait for others. Under torchrun, the result is a part of the
-    agent's store, which outlives the ranks.
+    If torchrun's agent keeps a store (``TORCHELASTIC_USE_AGENT_STORE``), the result is a part of that store, which
+    outlives the ranks. Otherwise rank 0 opens a new store, without waiting for the other ranks to connect.
     """
     host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
     outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -154,7 +154,7 @@ def _store(rank: int, size: int, limit: float) -> tuple[Any, Callable[[], object
 
 
 def _nothing() -> None:
-    """No-op."""
+    """No-op, for ranks that have nothing to do repeatedly while they wait for all ranks to join."""
 
 
 def _note_seconds(limit: float) -> float:
@@ -173,8 +173,8 @@ def wait_for_all(
     """Wait until all ``size`` ranks have called this function with the same ``store``, and report the ranks that are
     missing.
 
-    torch itself would wait twice as long and name no rank. After ``note_seconds`` the present rank with the lowest
-    number prints the missing ranks on stderr. ``meanwhile`` is called repeatedly while waiting.
+    torch itself would wait twice as long and name no rank. After ``note_seconds`` the lowest rank that is present
+    prints the missing ranks on stderr. ``meanwhile`` is called repeatedly while waiting.
 
     Raises :class:`AbsentError` after ``join_seconds``, and :class:`ConfigError` if another rank was started with
     another number of ranks.
@@ -212,7 +212,8 @@ def _names(ranks: Sequence[int]) -> str:
 
 
 def _check_size(store: Any, rank: int, size: int) -> None:
-    """Raise :class:`ConfigError` if this rank's number of ranks differs from that of the first rank in the store."""
+    """Raise :class:`ConfigError` if ``size``, this rank's number of ranks, differs from the number that the first rank
+    wrote into ``store``."""
     known = store.compare_set("size", "", f"{size} {rank}").decode()
     first, _, other = known.partition(" ")
     if int(first) != size:
@@ -226,7 +227,7 @@ def _check_size(store: Any, rank: int, size: int) -> None:
 
 
 def stop_processes() -> None:
-    """Destroy the default process group. Without this, a normal exit may abort."""
+    """Destroy the default process group. If it still exists when the interpreter ends, the process may abort."""
     if dist.is_initialized():
         # Objects in reference cycles that hold groups would otherwise be freed after the interpreter has ended.
         gc.collect()

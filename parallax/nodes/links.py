@@ -81,10 +81,10 @@ def probe_links(
 
 
 def _rounds(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield up to three rounds, which are lists of pairs of nodes. Together they hold each pair of neighbours in the
-    ring of ``count`` nodes once.
+    """Yield three rounds, which are lists of pairs of nodes and may be empty. Together the rounds have each pair of
+    neighbours in the ring of ``count`` nodes once.
 
-    The pairs of a round have no common node, so they can be measured at once.
+    The pairs of one round have no node in common, so they can be measured at the same time.
     """
     ring = [(node, node + 1) for node in range(count - 1)]
     yield from (ring[turn::2] for turn in range(2))
@@ -103,7 +103,7 @@ def _path(nodes: Nodes, pair: tuple[int, int], backend: str) -> Path:
 
 
 def _alike(nodes: Nodes, pair: tuple[int, int]) -> int:
-    """Return how many ranks the node with fewer ranks has, of the two nodes in ``pair``."""
+    """Return the number of ranks of the smaller of the two nodes in ``pair``."""
     return min(nodes.of.count(node) for node in pair)
 
 
@@ -197,10 +197,10 @@ class _Connection:
             self._carry(one, sends=sends)
 
     def alone(self) -> tuple[float, float]:
-        """Measure the connection, while the caller keeps the other connections of these two nodes unused. Return the
-        latency in seconds, and the bytes per second of the slower direction.
+        """Return the measured latency in seconds, and the bytes per second of the slower direction.
 
-        The latency is the smallest of several measurements, because other traffic only adds to it.
+        Meanwhile, the caller must not use other connections between these two nodes. The latency is the smallest of
+        several measurements, because other traffic only adds to it.
         """
         one, latency = torch.zeros(1, dtype=torch.uint8, device=self._device), float("inf")
         for _ in range(_PINGS):
@@ -215,7 +215,7 @@ class _Connection:
 
         The size of the messages is doubled until one message takes :data:`_LONG_SECONDS`. The sender announces the size
         of each message, and the receiver confirms each message with an answer of one byte. ``latency``, the seconds of
-        a message in one direction, is subtracted for each of the two.
+        a message in one direction, is subtracted twice: for the message and for its answer.
         """
         sends = self.low is not down
         count, rate = _FIRST_BYTES, 0.0

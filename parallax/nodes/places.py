@@ -111,7 +111,8 @@ def find_directory_groups(directory: Path, nodes: Nodes) -> DirectoryGroups:
     """Return the groups of ranks that see the same ``directory``. Collective over all ranks.
 
     A missing directory is created. The first rank of each node writes a marker file. A rank that sees the marker shares
-    the directory with its writer. Raises :class:`ConfigError` if the directory cannot be created.
+    the directory with its writer. Raises :class:`ConfigError` if the directory cannot be written, or if a rank sees no
+    marker.
     """
     if not nodes.several:
         return DirectoryGroups(nodes.rank, (0,) * len(nodes.of))
@@ -142,8 +143,12 @@ def find_directory_groups(directory: Path, nodes: Nodes) -> DirectoryGroups:
 
 
 def _first_mark(directory: Path, prefix: str) -> int:
-    """Return the lowest rank whose marker file is visible in ``directory``. The names of marker files are ``prefix``
-    and the rank. On a network file system, rank 0's marker may appear late, so wait for it some time."""
+    """Return the lowest rank whose marker file is visible in ``directory``. The name of a marker file is ``prefix``
+    followed by the rank.
+
+    On a network file system, rank 0's marker may appear late, so this function waits for it for some time. Raises
+    :class:`ConfigError` if no marker appears.
+    """
     end = time.monotonic() + _SEEN_SECONDS
     while True:
         ranks = [int(path.name.removeprefix(prefix)) for path in directory.glob(f"{prefix}*")]
