@@ -90,7 +90,7 @@ class Multirun:
     def check(self, points: Sequence[Sequence[str]]) -> None:
         """Raise :class:`ConfigError` if Hydra cannot compose the configuration of one of the ``points``.
 
-        Hydra's launcher would compose the configurations in the same way.
+        Hydra's launcher composes them in the same way, so this check finds its errors before the first point runs.
         """
         with self._opened() as (hydra, config), _errors_in_one_line(()):
             for point in points:
@@ -151,8 +151,9 @@ class Multirun:
 def _settings(folder: Path, typed: Sequence[str]) -> list[str]:
     """Return the overrides that set Hydra's own settings, such as ``hydra.sweep.dir``.
 
-    The user has ``typed`` some of them. Parallax adds others, which stop Hydra from creating folders and logs, because
-    each run creates its own. ``folder``: the folder for the files of Hydra's launcher.
+    They are the overrides that the user has ``typed``, and others by Parallax. Those of Parallax stop Hydra from
+    creating folders and logs, because each run creates its own. ``folder``: the folder for the files of Hydra's
+    launcher.
     """
     ours = {
         "hydra.sweep.dir": quoted(str(folder)),
@@ -174,7 +175,8 @@ def of_hydra(word: str) -> bool:
 
 
 def plain(word: str) -> str:
-    """Return ``word``, an override of a point in Hydra's syntax, as a user would type it."""
+    """Return ``word``, an override of a point in Hydra's syntax, as a user would type it: ``++seed=1`` becomes
+    ``seed=1``."""
     word = word.lstrip("+")
     return word.removesuffix("=null") if word.startswith("~") else word
 
@@ -285,9 +287,9 @@ def _name(word: str, override: Any) -> str:
 def _product(
     hydra: Hydra, config: DictConfig, typed: dict[str, str], options: OptionFolders
 ) -> tuple[tuple[tuple[str, ...], ...] | None, frozenset[str]]:
-    """Return the points of Hydra's basic sweeper, and the keys that have one value in all points.
+    """Return the points of the sweep, and the keys that have one value in all points.
 
-    For a searching sweeper, None replaces the points.
+    If the sweeper is not Hydra's basic one, it chooses points while the sweep runs, so None is returned for the points.
     """
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser

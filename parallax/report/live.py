@@ -118,8 +118,8 @@ class LiveRun:
 
 
 def read_live(directory: Path, now: float | None = None) -> LiveRun:
-    """Return the state of the run in ``directory``. ``now``: the present time in seconds since 1970; None reads the
-    clock."""
+    """Return the state of the run in ``directory``. ``now``: the present time in seconds since 1970; if it is None, the
+    clock is read."""
     now = time.time() if now is None else now
     ranks = tuple(load_snapshots(directory))
     state, message = _state(directory, ranks, now)
@@ -141,7 +141,10 @@ def _is_run(path: Path) -> bool:
 
 
 def _changed(path: Path) -> float:
-    """Return the time of the last change to those files of a run that change only while the run is running."""
+    """Return the time of the last change to the plan, the lock, or a rank's status of the run in ``path``.
+
+    These files change only while the run is running.
+    """
     files = [path / LOCK, path / "plan.yaml", path / FOLDER, *(path / FOLDER).glob("rank-*.json")]
     return max((_modified(file) for file in files), default=0.0)
 
@@ -181,7 +184,7 @@ def _state(directory: Path, ranks: tuple[RankSnapshot, ...], now: float) -> tupl
 
 
 def _losses(path: Path) -> Iterator[float]:
-    """Yield the last losses in the metrics file ``path``."""
+    """Yield the finite losses in the last :data:`_TAIL_BYTES` bytes of the metrics file ``path``."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

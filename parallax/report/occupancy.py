@@ -61,7 +61,8 @@ class Occupancy:
 
     @classmethod
     def load(cls, directory: Path, rank: int) -> Occupancy:
-        """Read the file of ``rank`` in the run ``directory``."""
+        """Return what ``rank`` saved in the run ``directory``. Raises :class:`ConfigError` if its file is missing or
+        invalid."""
         path = occupancy_path(directory, rank)
         try:
             found = read_json(path, DOCUMENT_BYTES)
@@ -81,12 +82,12 @@ class Occupancy:
 
 
 def occupancy_path(directory: Path, rank: int) -> Path:
-    """Return the path of a rank's file in the run ``directory``."""
+    """Return the path of the file in the run ``directory`` to which :meth:`Occupancy.save` writes for ``rank``."""
     return directory / f"swap-rank{rank}.json"
 
 
 def computed(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Return the spans of those actions that a picture shows."""
+    """Return the spans that a picture shows: forwards, backwards, weight-gradient passes and updates."""
     return tuple(span for span in spans if span.kind in _ACTIONS)
 
 

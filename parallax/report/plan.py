@@ -284,8 +284,8 @@ def _add_terms(
     form: Callable[[float], str],
     total: str,
 ) -> None:
-    """Add a row to ``table`` for each category that is not zero in all ``columns`` (category → value), and a row for
-    the sum, with the heading ``total``. ``form`` converts a value to text."""
+    """Add a row to ``table`` for each category, and a row for the sum, with the heading ``total``. Categories that are
+    zero in every column are left out. ``columns`` map categories to values, and ``form`` converts a value to text."""
     for term in dict.fromkeys(term for column in columns for term in column):
         if any(column.get(term) for column in columns):
             table.add_row(term, *(form(column.get(term, 0)) for column in columns))

@@ -53,8 +53,8 @@ def groups_table(optimizer: OptimizerConfig, groups: Sequence[GroupSummary]) -> 
 
 
 def schedule_line(optimizer: OptimizerConfig, schedule: ScheduleConfig, steps: int) -> str:
-    """Return the learning rate over a run of ``steps`` steps as one line: the first value, a curve, and the last
-    value."""
+    """Return the learning rate over a run of ``steps`` steps as one line: the first value, a curve, the last value, and
+    the largest value."""
     first, last = (optimizer.lr * schedule.factor(step, steps) for step in (0, steps - 1))
     return (
         f"learning rate ({schedule.name}): {first:.2e} {curve(schedule, steps)} {last:.2e}, "

@@ -85,14 +85,14 @@ def swapped_ranks(summary: Mapping[str, Any]) -> list[Row]:
 
 
 def swap_tables(ranks: Sequence[Row]) -> RenderableType:
-    """Return tables of the means and peaks of each rank. For each stage, two more tables show the rank that waited
-    longest: its last step by micro-batch, and why its tensors were moved or kept."""
+    """Return three tables. The first has the means and peaks of each rank. The others have only the rank of each stage
+    that waited longest: its last step by micro-batch, and why its tensors were moved or kept."""
     shown = worst_of_stages(ranks)
     return Group(_rank_table(ranks), _micro_table(shown), _decision_table(shown))
 
 
 def worst_of_stages(ranks: Sequence[Row]) -> list[Row]:
-    """Return for each stage the rank that waited longest for swapped data in the last step."""
+    """Return, for each stage, the entry of the rank that waited longest for swapped data in the last step."""
     worst: dict[int, Row] = {}
     for rank in ranks:
         best = worst.setdefault(rank["stage"], rank)
@@ -106,8 +106,8 @@ def _stalled(rank: Row) -> float:
 
 
 def _rank_table(ranks: Sequence[Row]) -> Table:
-    """Return a table of means and peaks by rank. The table includes memory that the offload tier allocated but did not
-    use, if there is any."""
+    """Return a table of means and peaks by rank. If the offload tier of a rank allocated memory that it did not use,
+    the table has a column for it."""
     headings = ["rank", "stage", "out", "in", "stalled", "over-\nlapped", "limit", "filled", "tier"]
     tier_keys = ["tier_high_water_bytes"]
     if any(rank["swap"]["pinned_waste_bytes"] for rank in ranks):
@@ -132,8 +132,10 @@ def _rank_table(ranks: Sequence[Row]) -> Table:
 
 
 def _micro_table(ranks: Sequence[Row]) -> Table:
-    """Return a table of the last step by micro-batch. The overlap is that of the whole step, because micro-batches
-    share copy threads."""
+    """Return a table of the last step of each of ``ranks``, with a row for each micro-batch and one for the whole step.
+
+    Only the row of the whole step has the overlap of copies with compute, because micro-batches share copy threads.
+    """
     title = "last step, of each stage the rank that stalled most"
     return _filled(
         _table(title, "stage", "rank", "micro-batch", "out", "in", "stalled", "over-\nlapped"),

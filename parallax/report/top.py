@@ -58,8 +58,8 @@ class _Column:
 def frame(
     run: LiveRun, width: int, height: int, sort: str = "rank", *, keys: bool = True
 ) -> RenderableType:
-    """Return the frame for a terminal of ``width`` × ``height`` characters. ``sort``: one of :data:`SORTS`. ``keys``:
-    whether the last line names the keys."""
+    """Return the frame for a terminal of ``width`` × ``height`` characters. ``sort``: the order of the ranks, one of
+    :data:`SORTS`. ``keys``: whether the last line lists the keys that the user can press."""
     head = _head(run, width)
     ranks = sorted(run.ranks, key=_order(sort))
     columns, hidden = _fitting(run, width)
@@ -135,7 +135,7 @@ def _fitting(run: LiveRun, width: int) -> tuple[list[_Column], list[str]]:
 
 
 def _columns(run: LiveRun, level: int) -> list[_Column]:
-    """Return all columns. A higher ``level`` makes them narrower."""
+    """Return all columns. ``level`` is from 0 (the widest columns) to 2 (the narrowest ones)."""
     steps = [rank.step for rank in run.ranks]
     apart = max(steps, default=0) > min(steps, default=0) + 1  # a difference of one step is normal
     unit = "/s" if level == 0 else ""

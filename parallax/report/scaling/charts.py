@@ -36,7 +36,7 @@ class Chart:
     ``needs``               a text about the data that the chart needs, shown if the chart is not drawn
     ``series(results)``     returns the data to draw
     ``draw(axes, series)``  draws these data
-    ``from_zero``           whether a linear scale starts at zero
+    ``from_zero``           whether the y axis, if its scale is linear, starts at zero
     """
 
     file: str

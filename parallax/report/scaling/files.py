@@ -16,8 +16,8 @@ from parallax.report.scaling.table import results_csv
 
 @dataclass(frozen=True)
 class Written:
-    """The result of writing a report. ``missing``: chart → the data that it would need, for each chart that was not
-    drawn."""
+    """The result of writing a report. ``missing``: title of each chart that was not drawn → the data that it would
+    need."""
 
     page: Path
     missing: dict[str, str]

@@ -55,8 +55,8 @@ for (const head of document.querySelectorAll("th")) {
 
 
 def page(results: SweepResults, charts: Mapping[Chart, str], missing: Mapping[str, str]) -> str:
-    """Return the page as HTML. ``charts``: the SVG text of each chart. ``missing``: chart → the data that it would
-    need, for each chart without SVG text."""
+    """Return the page as HTML. ``charts``: the SVG text of each drawn chart. ``missing``: title of each other chart →
+    the data that it would need."""
     name = _shown(results.name)
     done = sum(point.status == "done" for point in results.points)
     figures = "\n".join(_figure(chart, svg) for chart, svg in charts.items())

@@ -34,7 +34,7 @@ class RankPeak:
 
 @dataclass(frozen=True, kw_only=True)
 class PointResult:
-    """The result of one point of a sweep. Unknown values, as of failed points, are None.
+    """The result of one point of a sweep. Unknown values, such as the speed of a failed point, are None.
 
     ``swept``       the settings that differ between points
     ``workload``    the settings that define the work of a step
@@ -88,7 +88,8 @@ class PointResult:
 
 @dataclass(frozen=True)
 class Gain:
-    """The speed-up of a point over the smallest point of its series, and the efficiency."""
+    """The speed-up of a point over :attr:`Series.smallest`, and the efficiency: the speed-up divided by the ratio of
+    their numbers of devices."""
 
     speedup: float
     efficiency: float
@@ -108,7 +109,8 @@ class Series:
         return " ".join(f"{key}={value}" for key, value in self.common.items())
 
     def point_label(self, point: PointResult) -> str:
-        """Return the swept settings in which ``point`` differs from other points of the series, as text."""
+        """Return the swept settings in which ``point`` differs from other points of the series, as text. If there are
+        none, return its stages and replicas."""
         own = {key: value for key, value in point.swept.items() if key not in self.common}
         return " ".join(f"{k.rpartition('.')[2]}={v}" for k, v in own.items()) or point.layout
 
@@ -203,12 +205,14 @@ class SweepResults:
         return _series(self.timed, lambda p: (p.workload, p.unit, share(p)))
 
     def batches(self) -> list[Series]:
-        """Return series of points with equal devices, stages and replicas; their rows per step may differ."""
+        """Return series of points with equally many devices, stages and replicas; their rows per step may differ. Only
+        points with a measured speed and peak memory are included."""
         full = [point for point in self.timed if point.peak is not None]
         return _series(full, lambda p: (p.workload, p.devices, p.layout))
 
     def models(self) -> list[Series]:
-        """Return series of points with equal settings of model and data; their other settings may differ."""
+        """Return series of points with equal settings of model and data; their other settings may differ. Only points
+        with a measured speed and peak memory are included."""
         full = [point for point in self.timed if point.peak is not None]
         return _series(full, lambda p: (p.model, p.unit))
 
