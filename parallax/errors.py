@@ -217,7 +217,8 @@ def check_positive(key: str, value: int | float, *, zero: bool = False) -> None:
 
 
 def check_choice(key: str, value: str, accepted: Iterable[str]) -> None:
-    """Raise :class:`ConfigError` unless ``value`` is one of ``accepted``. The message suggests the most similar one."""
+    """Raise :class:`ConfigError` that names ``key`` unless ``value`` is one of ``accepted``. The message suggests the
+    most similar accepted value."""
     accepted = list(accepted)
     if value not in accepted:
         raise ConfigError(
@@ -226,7 +227,7 @@ def check_choice(key: str, value: str, accepted: Iterable[str]) -> None:
 
 
 def check_count(key: str, value: int | str) -> None:
-    """Raise :class:`ConfigError` unless ``value`` is ``auto`` or a whole number above zero."""
+    """Raise :class:`ConfigError` that names ``key`` unless ``value`` is ``auto`` or a whole number above zero."""
     if value == "auto":
         return
     if isinstance(value, bool) or not isinstance(value, int):
@@ -235,6 +236,6 @@ def check_count(key: str, value: int | str) -> None:
 
 
 def check_switch(key: str, value: bool | str) -> None:
-    """Raise :class:`ConfigError` unless ``value`` is ``auto``, true or false."""
+    """Raise :class:`ConfigError` that names ``key`` unless ``value`` is ``auto``, true or false."""
     if value != "auto" and not isinstance(value, bool):
         raise ConfigError(f"{key}={printable(str(value))}: accepted are auto, true, false")

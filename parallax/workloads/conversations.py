@@ -24,7 +24,8 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def conversations() -> Iterator[list[dict[str, str]]]:
-    """Yield the messages of a conversation for each documented public function or class of the standard library."""
+    """Yield the messages of a conversation for each documented public function, method or class in the modules of the
+    standard library that are single files."""
     root = Path(sysconfig.get_path("stdlib"))
     for file in sorted(root.glob("*.py")):
         for node in ast.walk(ast.parse(file.read_bytes())):
@@ -39,7 +40,7 @@ def conversations() -> Iterator[list[dict[str, str]]]:
 
 
 def write(folder: Path, vocabulary: int = 4096) -> None:
-    """Write the conversations, and a tokenizer of ``vocabulary`` tokens."""
+    """Write the conversations, and a tokenizer of ``vocabulary`` tokens, into the new folder ``folder``."""
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 

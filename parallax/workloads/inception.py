@@ -26,9 +26,15 @@ def _convolution(channels: int, out: int, kernel: int, stride: int = 1) -> nn.Se
 
 
 class Inception(nn.Module):
-    """The Inception module: four branches with the same input of ``channels`` channels, whose outputs are concatenated:
-    a 1×1 convolution with ``one`` output channels; 1×1 and 3×3 with ``r3`` and ``three``; 1×1 and 5×5 with ``r5`` and
-    ``five``; max-pooling and 1×1 with ``pool``."""
+    """The Inception module: four branches with the same input of ``channels`` channels, whose outputs are concatenated.
+
+    The branches, with the output channels of their convolutions:
+
+    * a 1×1 convolution (``one``)
+    * a 1×1 (``r3``) and a 3×3 convolution (``three``)
+    * a 1×1 (``r5``) and a 5×5 convolution (``five``)
+    * max-pooling and a 1×1 convolution (``pool``)
+    """
 
     def __init__(self, channels: int, one: int, r3: int, three: int, r5: int, five: int, pool: int):
         super().__init__()

@@ -102,7 +102,7 @@ def tagger(width: int = 32, depth: int = 4, tags: int = PITCHES * WAYS) -> nn.Se
     Kernels have height 1, so windows do not mix and all use the same weights. The number of samples in a window is
     divided by 16 and then six times by 3. At each of these seven sizes there are ``depth`` pairs of convolutions. With
     a depth of 4, the network has 63 convolutions in total. The number of channels grows from ``width`` to 8 ·
-    ``width``.
+    ``width``. There is one output per tag.
     """
     sizes = [width, 2 * width, 4 * width, 4 * width, 8 * width, 8 * width, 8 * width]
     blocks: list[nn.Module] = [nn.Conv2d(1, width, (1, 16), stride=(1, 16))]

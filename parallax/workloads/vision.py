@@ -43,9 +43,9 @@ class Bottleneck(nn.Module):
 
 
 def resnet(depth: int = 50, classes: int = 2) -> nn.Sequential:
-    """Return ResNet-50, -101 or -152 (He et al. 2015), or ResNet-14, which has one block in each stage, by ``depth``.
+    """Return a ResNet for images of any size, with ``classes`` outputs.
 
-    It takes images of any size, and has ``classes`` outputs.
+    ``depth`` is 50, 101 or 152 (He et al. 2015), or 14, which has one block in each stage.
     """
     blocks: list[nn.Module] = [_convolution(3, 64, 7, 2), nn.MaxPool2d(3, 2, 1)]
     channels = 64
@@ -96,7 +96,10 @@ def _smooth(
 
 
 def efficientnet(width: float = 2.0, depth: float = 3.1, classes: int = 2) -> nn.Sequential:
-    """Return an EfficientNet (Tan and Le 2019), by default B7, without stochastic depth and dropout."""
+    """Return an EfficientNet (Tan and Le 2019), by default B7, without stochastic depth and dropout.
+
+    ``width`` multiplies the channels of B0, and ``depth`` its numbers of blocks. The network has ``classes`` outputs.
+    """
 
     def scaled(channels: int) -> int:
         rounded = max(8, int(channels * width + 4) // 8 * 8)
