@@ -101,7 +101,10 @@ class PlanConfig:
 
     @property
     def ranks(self) -> int | None:
-        """Return the number of devices that the configured stages and replicas need; None if either is auto."""
+        """Return the number of devices that the configured stages and replicas need; None if they do not determine it.
+
+        A list of replicas determines it alone. Otherwise neither stages nor replicas may be auto.
+        """
         if isinstance(self.replicas, list | tuple):
             return sum(self.replicas)
         if AUTO in (self.stages, self.replicas):

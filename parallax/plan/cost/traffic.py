@@ -30,9 +30,9 @@ def leaving_bytes(moved: Any, in_flight: int, limit: Any) -> Any:
     """Return how many of a micro-batch's ``moved`` bytes are written to the offload tier, with ``in_flight``
     micro-batches in flight.
 
-    A backward that directly follows its own forward cancels the writes that have not begun, so only the bytes above the
-    swap ``limit`` are written. If other micro-batches run in between, all bytes are written, unless all micro-batches
-    fit the limit.
+    With one micro-batch in flight, the backward directly follows its own forward. It cancels the writes that have not
+    begun, so only the bytes above the swap ``limit`` are written. With several micro-batches in flight, all bytes are
+    written, unless all these micro-batches fit the limit.
     """
     if in_flight == 1:
         return np.maximum(0.0, moved - limit)
