@@ -17,7 +17,7 @@ from parallax.swap.verify import Delays
 
 @dataclass(frozen=True, kw_only=True)
 class SwapConfig:
-    """Offload tier of activations.
+    """Offload tier of activations, optimizer states and parameters.
 
     ``tier``: host (pinned memory; CUDA devices only), disk, none (the planner may not offload), a custom tier
         (:func:`parallax.register_tier`), or auto (host under CUDA, disk on a CPU).

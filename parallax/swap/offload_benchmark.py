@@ -59,7 +59,7 @@ class OffloadBenchmark:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes in the store now."""
+        """Bytes of activations in the store now."""
         return self._manager.stored_bytes
 
     @property

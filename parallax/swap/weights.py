@@ -42,9 +42,10 @@ def aligned_runs(
 ) -> Iterator[list[ParameterSegment]]:
     """Yield runs of consecutive segments of ``parameters``, in order, each run with at most ``run_bytes``.
 
-    All parameters of a run have the same ``kind``. With ``split``, a contiguous parameter may be divided among runs, at
-    multiples of 64 elements. All other parameters stay whole, so a run with one of them may be longer than
-    ``run_bytes``. ``size`` returns the bytes that a segment takes of its run; by default, those of its weights.
+    ``kind`` returns the same value for all parameters of a run. With ``split``, a contiguous parameter may be divided
+    among runs, at multiples of 64 elements. All other parameters stay whole, so a run with one of them may be longer
+    than ``run_bytes``. ``size`` returns the bytes of a segment, as counted for ``run_bytes``; by default, those of its
+    weights.
     """
     run: list[ParameterSegment] = []
     free, known = 0, None
@@ -77,7 +78,7 @@ class BucketWeights(Protocol):
 
     @property
     def segments(self) -> Sequence[ParameterSegment]:
-        """The segments of the bucket, in order."""
+        """The parameter segments of the bucket (parameters or parts of them), in order."""
 
     @property
     def device(self) -> torch.device:
@@ -85,10 +86,10 @@ class BucketWeights(Protocol):
 
     @property
     def kept(self) -> list[Tensor | None]:
-        """The master weights of each segment that are to be stored with the optimizer states.
+        """The master weights of each parameter segment that are to be stored with the optimizer states.
 
-        An entry is None if the master does not exist yet or has been stored. The list is empty if the bucket has no
-        masters or stores them itself.
+        An entry is None if the master does not exist yet or is already in the store. The list is empty if the bucket
+        has no masters or stores them itself.
         """
 
     def reduced(self) -> None:
@@ -102,14 +103,15 @@ class BucketWeights(Protocol):
         """
 
     def tensors_to_step(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Return the weights and the gradient of each segment, on the device on which the bucket is stepped."""
+        """Return the weights and the gradient of each parameter segment, on the device on which the bucket is
+        stepped."""
 
     def round_masters(self) -> None:
         """Round the new master weights to the parameters' dtype."""
 
     def exchange_tensors(self) -> list[Tensor]:
-        """Return the new weights of each segment in the parameters' dtype, to send to other replicas or to receive
-        into."""
+        """Return the new weights of each parameter segment in the parameters' dtype, to send to other replicas or to
+        receive into."""
 
     def publish(self) -> None:
         """Begin to copy the new weights to the device, and set the gradients to zero."""
@@ -124,14 +126,14 @@ class BucketWeights(Protocol):
         """Discard an unfinished step. The weights on the device are valid."""
 
     def masters(self) -> list[Tensor | None]:
-        """Return the master weights of each segment.
+        """Return the master weights of each parameter segment.
 
         If there are no master weights, the list is empty. An entry is None if the master weights of its segment do not
         exist.
         """
 
     def restore(self, index: int, master: Tensor | None) -> None:
-        """Set the ``master`` weights of one segment; None derives them from the weights.
+        """Set the ``master`` weights of the parameter segment ``index``; None derives them from the weights.
 
         The caller has already set the weights on the device.
         """
@@ -291,7 +293,7 @@ class CopiedWeights:
         _zero_gradients(self.segments)
 
     def wait(self) -> None:
-        """Make the device's current stream wait for the copies."""
+        """Make the device's current stream wait until the new weights are copied to the device."""
         for event in self._copied_weights:
             event.wait_stream()
 
@@ -317,11 +319,13 @@ class CopiedWeights:
         return self.kept
 
     def restore(self, index: int, master: Tensor | None) -> None:
-        """Set the copy of one segment to ``master``; None copies it from the device at the next step."""
+        """Set the full-precision copy of the parameter segment ``index`` to ``master``; None copies it from the device
+        at the next step."""
         self._master[index] = master
 
     def _copied(self) -> list[Tensor]:
-        """Return the copy of each segment. A missing copy is made from the device's weights."""
+        """Return the full-precision copy of each parameter segment. A missing copy is made from the device's
+        weights."""
         found = []
         for index, (segment, place) in enumerate(zip(self.segments, self.exchange_tensors())):
             master = self._master[index]

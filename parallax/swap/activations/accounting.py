@@ -41,7 +41,8 @@ class MemoryAccounting:
             )
 
     def count_transfer(self, transfer: Pending, size: int, micro: int, *, out: bool) -> None:
-        """Count a transfer of ``size`` bytes that has ended, or that the device's stream waits for.
+        """Add a transfer of ``size`` bytes to the statistics. The transfer has ended, or the device's stream waits for
+        it.
 
         ``micro`` is the micro-batch in whose statistics the transfer is counted. ``out`` is True for a transfer from
         the device to the store.
@@ -65,7 +66,8 @@ class MemoryAccounting:
         decisions[reason] = tensors + 1, total + size
 
     def count_record(self, record: Record, reason: str) -> None:
-        """Count a record under ``reason``, the reason why it was evicted or kept, unless it has been counted before."""
+        """Count the saved storage of ``record`` under ``reason``, the reason why it was evicted or kept, unless it has
+        been counted before."""
         if record.uncounted_reason:
             self.count_decision(reason, record.size)
             record.uncounted_reason = ""

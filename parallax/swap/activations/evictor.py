@@ -18,7 +18,7 @@ _LEAD = 8  # once memory is short, 1/8 of the limit is evicted ahead of need, be
 
 
 class _HeldCopies:
-    """Device copies of evicted records that code outside the swap manager still references.
+    """Device copies of evicted storages that code outside the swap manager still references.
 
     Their memory counts as used until it is freed.
     """
@@ -60,11 +60,12 @@ class Evictor:
     @property
     def idle(self) -> bool:
         """Whether no write is running and no code outside the swap manager references the device copy of an evicted
-        record."""
+        storage."""
         return not (self.writing or self._held)
 
     def evict(self, record: Record) -> None:
-        """Begin to write a record to the store. If that raises an error, the record stays in its queue."""
+        """Begin to write the bytes of ``record`` to the store. If the write cannot begin, raise its error; the record
+        then stays in its queue."""
         self._transfers.write(record)
         self.has_evicted = True
         self._queues.remove(record)
@@ -81,8 +82,8 @@ class Evictor:
             self._queues.mark_loaded(record)
 
     def evict_kept(self, size: int) -> None:
-        """Evict records that were kept on the device, oldest first, until ``size`` more bytes will fit when the writes
-        have ended.
+        """Begin to evict saved storages that were kept on the device, oldest first, until ``size`` more bytes will fit
+        when the writes have ended.
 
         A further eighth of the limit is evicted ahead of need, so that the next save does not wait for a whole write.
         """
@@ -99,7 +100,7 @@ class Evictor:
                 return  # the tier is full; eviction ahead of need is optional
 
     def evict_fresh(self, *, writable: bool) -> bool:
-        """Evict one record that the running operator has saved; return whether there was one.
+        """Begin to evict one storage that the running operator has saved; return whether there was one.
 
         The operator may still write into a tensor that it has saved. If the tensor is differentiable, such a write
         changes its version, and autograd raises an error in the backward. For other tensors the write would be missed,
@@ -114,7 +115,11 @@ class Evictor:
         return True
 
     def drop_upcoming(self) -> bool:
-        """Drop the prefetched record that is needed last from the device; return whether there was one."""
+        """Free the device copy of the storage that is needed last; return whether there was one.
+
+        Candidates are the storages of running backwards that are on the device and have not been used yet. If the store
+        does not have its bytes, they are written first.
+        """
         if not self._queues.upcoming:
             return False
         record = next(reversed(self._queues.upcoming))
@@ -130,7 +135,11 @@ class Evictor:
         return True
 
     def drop_used(self) -> bool:
-        """Drop the least recently used record from the device; return whether memory was freed or a write has begun."""
+        """Free device copies of storages that have been used, least recently used first, until memory is freed; return
+        whether this succeeded.
+
+        If the store does not have the bytes of a storage, its write begins instead, and the result is True.
+        """
         while self._queues.used:
             record = next(iter(self._queues.used))
             self._queues.remove(record)
@@ -157,7 +166,7 @@ class Evictor:
         return True
 
     def finish_writes(self) -> None:
-        """Free the device copies of records whose writes have ended.
+        """Free the device copies of storages whose writes have ended.
 
         The bytes of copies that code outside the swap manager has released since the last call are also subtracted from
         the bytes on the device.

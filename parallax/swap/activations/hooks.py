@@ -44,8 +44,9 @@ class _MovedTensor:
     """A saved tensor whose storage may be offloaded.
 
     ``_counter`` is a detached tensor that shares the version counter of the saved tensor. So a change in place is
-    detected even if the bytes are offloaded or if another view was changed. ``_counter`` is the ``alias`` of the
-    :class:`Record` or, if the storage was already saved through another tensor, a separate tensor without bytes.
+    detected even if the bytes are offloaded or if another view was changed. If the storage was saved for the first
+    time, ``_counter`` is the detached tensor in the :class:`Record` (``Record.alias``). Otherwise it is a separate
+    tensor without bytes.
     """
 
     __slots__ = ("_counter", "_entry", "_layout", "_leaf", "_manager", "_version")

@@ -163,8 +163,9 @@ class SwapManager:
         """Make the storage of a saved tensor recoverable, and return an entry. The storage is recoverable while the
         entry lives.
 
-        If the storage has no record yet, a record is created, which is evicted or kept as the policy decides. The
-        second result is an alias of ``tensor`` if the record is new and holds one, otherwise None.
+        If the storage has no record yet, or was changed in place since its record was created, a record is created,
+        which is evicted or kept as the policy decides. The second result is then the record's detached copy of
+        ``tensor``, which shares its memory. Otherwise it is None.
 
         ``micro`` is the micro-batch. ``operation`` identifies the operator that saves. Some operators write into
         tensors that they have saved (the noise of ``rrelu``, running statistics). So as long as memory suffices, an
@@ -234,9 +235,9 @@ class SwapManager:
             self._settle()
 
     def settle(self) -> None:
-        """Make all records evictable.
+        """Allow the eviction of all saved storages.
 
-        The caller guarantees that no operator that saved one of them is still running.
+        The caller guarantees that no operator that saved one of these storages is still running.
         """
         with self._lock:
             if self._queues.fresh and not self.closed:
@@ -244,7 +245,8 @@ class SwapManager:
             self._operation = None
 
     def fetch(self, micro: int) -> None:
-        """Begin to prefetch the records of micro-batch ``micro``, the last saved first, as far as the limit allows."""
+        """Begin to prefetch the saved storages of micro-batch ``micro``, in reverse order of saving, as far as the
+        limit allows."""
         with self._lock:
             if self.closed:
                 raise tier_closed()
@@ -305,7 +307,7 @@ class SwapManager:
             return self._accounting.take_statistics()
 
     def close(self) -> None:
-        """End all transfers and close the store. Records on the device stay usable; offloaded records are lost."""
+        """End all transfers and close the store. Saved storages on the device stay usable; offloaded ones are lost."""
         with self._lock:
             if self.closed:
                 return
@@ -338,7 +340,7 @@ class SwapManager:
             self._evictor.evict(record)
 
     def _mark_used(self, record: Record) -> None:
-        """Record a use of a record.
+        """Note a use of ``record``.
 
         The first use in a micro-batch begins to prefetch the micro-batch's other records.
         """

@@ -73,7 +73,7 @@ class Preferences:
         return size == record.size and distance < policy.swapout_threshold
 
     def note_use(self, record: Record, clock: int) -> None:
-        """Record the first use of a record. ``clock`` is the number of records saved before that use."""
+        """Note the first use of ``record``. ``clock`` is the number of records saved before that use."""
         batch = record.batch
         batch.passed = max(batch.passed, batch.need_index(record) + 1)
         batch.uses[record.ordinal] = (record.size, clock - record.clock)
@@ -90,7 +90,7 @@ class Preferences:
             self._known, batch.uses = batch.uses, {}
 
     def is_due(self, record: Record) -> bool:
-        """Whether the policy allows to prefetch ``record`` now.
+        """Whether the policy allows ``record`` to be prefetched now.
 
         The answer is the same for all records of its group of ``swapin_groupby`` records, so these are prefetched
         together.

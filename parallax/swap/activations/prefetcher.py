@@ -59,9 +59,9 @@ class Prefetcher:
         self._batches.clear()
 
     def start_reads(self, evict_kept: Callable[[int], None]) -> None:
-        """Begin the next reads, as many as fit the limit.
+        """Begin to read the queued storages that are needed next, as many as the limit and the policy allow.
 
-        If a read does not fit, ``evict_kept(size)`` is called. It evicts records that were kept on the device, so that
+        If a read does not fit, ``evict_kept(size)`` is called. It evicts storages that were kept on the device, so that
         ``size`` bytes will be free later.
         """
         for batch in self._batches[:]:
@@ -72,7 +72,8 @@ class Prefetcher:
                 return
 
     def _start_reads_of(self, batch: Batch, evict_kept: Callable[[int], None]) -> bool:
-        """Begin the reads of one micro-batch that the policy allows now; return False if one of them does not fit."""
+        """Begin the reads of one micro-batch that the policy allows now; return False if one of them does not fit or
+        cannot begin yet."""
         while batch.waiting:
             record = batch.waiting[0]
             alive = record.claim() is not None

@@ -10,7 +10,7 @@ from parallax.swap.activations.records import Batch, Claim, Record, State
 
 # next(iter(dict)) is O(deleted entries), so this is an OrderedDict.
 class RecordQueue(OrderedDict[Record, None]):
-    """An ordered set of records.
+    """An ordered set of records (saved storages).
 
     A record stores the ``number`` of its queue instead of a reference, which would create a reference cycle.
     """
@@ -80,8 +80,8 @@ class FastPath:
     the queues are filled only when memory is short for the first time. Their order is then the same as if each record
     had been queued when it was saved.
 
-    The manager owns ``records``, which maps the clock of each living record to the record, and ``known``, which maps
-    the address of a storage to its record. The manager holds its lock during all calls.
+    The manager owns ``records``, which maps the serial number (clock) of each living record to the record, and
+    ``known``, which maps the address of a storage to its record. The manager holds its lock during all calls.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class FastPath:
     def save_again(self, record: Record, before: int | None, operation: int | None) -> None:
         """Note that the operator ``operation`` has saved the storage of ``record`` again.
 
-        Records of a running operator must not be evicted. So if ``before``, the previous operator, was the last one to
-        save the record, the record now belongs to ``operation`` instead. Otherwise nothing changes.
+        Storages of a running operator must not be evicted. So if ``before``, the operator before ``operation``, was the
+        latest to save this storage, the record is now attributed to ``operation``. Otherwise nothing changes.
         """
         if _saved_by(record, before):
             record.operation = operation
@@ -130,7 +130,7 @@ class FastPath:
         self.active = False
 
     def collect_ended(self, batches: dict[int, Batch]) -> None:
-        """Free the records whose entries have died.
+        """Free the records that no autograd graph needs any more.
 
         When no record is left, also clear ``batches``, the micro-batches that may still save records.
         """
@@ -152,5 +152,5 @@ class FastPath:
 
 
 def _saved_by(record: Record, operation: int | None) -> bool:
-    """Whether ``operation``, which may still run, was the last operator to save the record."""
+    """Whether ``operation``, which may still run, was the latest operator to save the storage of ``record``."""
     return operation is not None and record.operation == operation

@@ -60,12 +60,14 @@ def layout_of(tensor: Tensor) -> Layout:
 
 
 def empty(alias: Tensor) -> None:
-    """Release the bytes of ``alias`` but keep its version counter, which it shares with the saved tensor."""
+    """Release the bytes of ``alias``, a detached copy of a saved tensor, but keep the version counter that both
+    share."""
     alias.data = _nothing(alias.device, alias.dtype)
 
 
 class Batch:
-    """The records of one micro-batch, from its first save to its backward, and the progress of their prefetch.
+    """The records (saved storages) of one micro-batch, from its first save to its backward, and the progress of their
+    prefetch.
 
     A record references its batch. To avoid a cycle, the batch has only weak references to the records' entries.
     """
@@ -107,7 +109,7 @@ class Record:
                    use these values.
     ``layout``     offset, size and strides, set when the bytes are offloaded
     ``queue``      number of the record queue that contains the record
-    ``clock``      number of the record: how many records the manager had saved, including this one
+    ``clock``      serial number of the record, counted from 1 in its manager
     ``operation``  the operator that saved the record last
     ``wanted``     the record is needed again while its write runs
     ``evicting``   the record's bytes are included in :attr:`RecordQueues.evicting_bytes`
@@ -202,9 +204,9 @@ class Entry:
 
 
 class Claim(weakref.ref[Entry]):
-    """A weak reference to an entry, with the clock of the entry's record.
+    """A weak reference to an entry, with the serial number of the entry's record (``clock``).
 
-    The clock identifies the record. A reference to the record would create a cycle, because the record references its
+    The number identifies the record. A reference to the record would create a cycle, because the record references its
     claim.
     """
 

@@ -89,7 +89,7 @@ class Transfers:
         return True
 
     def count(self, record: Record) -> None:
-        """Count the transfer of a record when it has ended or when the device's stream waits for it."""
+        """Add the transfer of ``record``, which has ended or for which the device's stream waits, to the statistics."""
         assert record.transfer is not None
         out = record.state is State.QUEUED
         self._accounting.count_transfer(record.transfer, record.size, record.batch.micro, out=out)
@@ -102,9 +102,8 @@ class Transfers:
 
 
 def store_sum(record: Record) -> None:
-    """Compute the checksum of a new record (``swap.verify``) and store it in the record, without waiting for the
-    device.
-    """
+    """Compute the checksum of a new record (``swap.verify``) and keep it in ``record.sum``, without waiting for the
+    device."""
     assert record.storage is not None
     record.sum = sum_bytes(bytes_of(record.storage, record.device))
 
@@ -131,9 +130,9 @@ class SwapStream:
     Copies to the store are ordered after this stream, and prefetched tensors belong to it. Tensors that another stream
     saves stay on the device, where autograd orders their uses.
 
-    The choice changes only while no autograd graph is alive. A chosen stream that has saved nothing since the last
-    choice is replaced early: as soon as the current stream has saved more bytes than the chosen stream had saved
-    before.
+    The choice changes only while no autograd graph is alive. If the chosen stream has saved nothing since it was
+    chosen, the current stream replaces it as soon as the current stream has saved more bytes than the chosen one had
+    saved before the choice.
     """
 
     def __init__(self) -> None:
@@ -143,7 +142,8 @@ class SwapStream:
 
     def is_other(self, tensor: Tensor, *, graphs_ended: bool) -> bool:
         """Return whether ``tensor``, which autograd is saving, must stay on the device because the current stream is
-        not the chosen stream. The bytes of ``tensor`` are counted for the next choice.
+        not the one whose activations are offloaded. The bytes of ``tensor`` are counted for the next choice of this
+        stream.
 
         ``tensor`` is on an accelerator. ``graphs_ended`` says whether no autograd graph is alive.
         """

@@ -112,7 +112,8 @@ def _try(optimizer: Optimizer, arguments: Arguments) -> bool:
 
 @contextmanager
 def _no_trace(optimizer: Optimizer) -> Iterator[None]:
-    """A context that, on exit, restores the states of random generators and the counters in the optimizer's classes."""
+    """A context with seeded random generators that, on exit, restores the states of random generators and the counters
+    in the optimizer's classes."""
     counts, state = _counts(type(optimizer)), random.getstate()
     places = {p.device for group in optimizer.param_groups for p in group["params"]}
     kind = next((place.type for place in places if place.type != "cpu"), "cuda")
@@ -141,7 +142,7 @@ def _counts(kind: type[Optimizer]) -> dict[type, dict[str, Any]]:
 def _outcome(optimizer: Optimizer, arguments: Arguments, *, in_pieces: bool) -> Any:
     """Step a small copy of the optimizer several times and return all values that the steps may have changed.
 
-    ``arguments`` are those of a step. ``in_pieces`` says whether each step is taken whole or one parameter at a time.
+    ``arguments`` are those of a step. With ``in_pieces``, each step is taken one parameter at a time, otherwise whole.
     """
     twin, parameters, trained = _small_copy(optimizer)
     args, kwargs = arguments

@@ -96,7 +96,7 @@ class ProcessMemory:
         )
 
     def close(self) -> None:
-        """Remove the bound, and warn if the process has clearly exceeded the limit."""
+        """Remove the bound on the process's memory, and warn if the process has clearly exceeded the limit."""
         self._bound.close()
         over = self.peak_bytes() - self._limit
         if over > max(_TOLERATED, self._limit // 8):

@@ -257,7 +257,7 @@ class OffloadedStates(dict[Any, Any]):
 
     @property
     def on_device(self) -> bool:
-        """Whether some tensors occupy device memory: they are not written yet, under transfer, or read again."""
+        """Whether some tensors occupy device memory: they are not written yet, under transfer, or read back."""
         return any(place.flat is not None for place in self._places)
 
     def is_written(self) -> bool:
@@ -323,8 +323,8 @@ class OffloadedStates(dict[Any, Any]):
         return self._places[-1]
 
     def _with(self, fill: Callable[[_StatePlace], Tensor]) -> dict[Any, Any]:
-        """Return the state with all its large tensors. ``fill`` is called with the place of each part and returns the
-        part."""
+        """Return the state with all its large tensors. For each offloaded plain tensor, ``fill`` is called with its
+        :class:`_StatePlace` and returns the tensor."""
         return {
             key: self._values[key].build(fill) if key in self._values else self[key]
             for key in self._order
@@ -357,7 +357,8 @@ class OffloadedStates(dict[Any, Any]):
 
 
 class _Value:
-    """A tensor of the state with the location of its large parts.
+    """A tensor of the optimizer state, as one or several plain tensors (parts). Large parts are replaced by their
+    locations.
 
     A plain tensor is its only part. A tensor subclass such as DTensor may have several. ``put`` offloads a large part
     and returns its location.
@@ -368,7 +369,7 @@ class _Value:
         self._parts = [put(part) if _large(part) else part for part in found]
 
     def build(self, fill: Callable[[_StatePlace], Tensor]) -> Tensor:
-        """Return the tensor, with its large parts taken from ``fill``."""
+        """Return the tensor. ``fill`` returns each large part from its location."""
         return self._rebuild(
             fill(part) if isinstance(part, _StatePlace) else part for part in self._parts
         )

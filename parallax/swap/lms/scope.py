@@ -93,7 +93,7 @@ def swap(
                        optimizers are not counted.
     ``tier``           host (pinned memory; CUDA only), disk, or auto
     ``directory``      folder for the disk tier, used by nothing else
-    ``tier_bytes``     capacity of the tier
+    ``tier_bytes``     capacity of the offload tier
     ``minimum_bytes``  bytes of the smallest tensor that is offloaded (auto: 64 KiB, or 1 MiB on an accelerator)
     ``piece_bytes``    bytes of optimizer states to load at one time
     ``parameters``     offload the model's weights and gradients too, and fetch them block by block
@@ -381,7 +381,7 @@ class Swapping:
         return manager.resident_bytes if manager is not None else 0
 
     def most_activation_bytes(self) -> int | None:
-        """Return the peak bytes of saved activations so far; None if they did not fit, so that some were offloaded."""
+        """Return the peak bytes of saved activations so far; None if some activations have been offloaded."""
         self._add_statistics()
         return None if self._total.bytes_out else self._total.high_water
 
@@ -457,7 +457,7 @@ class _Recount:
         self._due = True
 
     def forward(self) -> None:
-        """Recount if no forward has saved a tensor since the last backward.
+        """Call :meth:`Swapping.recount` if no forward has saved a tensor since the last backward.
 
         The method is called for each saved tensor. Tensors of a forward that is recomputed in a backward are ignored.
         """
@@ -485,8 +485,8 @@ class _Budget:
         )
 
     def bytes_between_steps(self) -> int:
-        """Return the bytes that the states may use between steps, so that activations fit up to their peak so far; 0 if
-        activations had to be offloaded."""
+        """Return the bytes that the states may use between steps, so that activations fit beside them up to their peak
+        so far; 0 if activations have been offloaded."""
         scope = self._scope()
         most = scope.most_activation_bytes() if scope is not None else None
         return 0 if scope is None or most is None else scope.bytes_for_states(self._index) - most

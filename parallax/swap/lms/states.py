@@ -241,7 +241,9 @@ class OptimizerStates:
         """Hook before a step: step all pieces except the last, and return the arguments with which torch steps the last
         piece.
 
-        The result is None for a stand-in, because its step is not divided again.
+        A piece is a subset of the parameters. If the step is not divided, the returned arguments are those of the whole
+        step. The result is None for a stand-in, the clone of the optimizer that steps a piece, because its step is not
+        divided again.
         """
         if optimizer is not self._optimizer:
             return None  # a stand-in, whose step calls a step that has hooks again
@@ -403,7 +405,7 @@ class OptimizerStates:
     def _step_all_but_last(
         self, step: ChunkedStep, pieces: list[Piece], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Optimizer:
-        """Step all pieces but the last, and return the stand-in for the last piece.
+        """Step all pieces but the last, and return the stand-in, a clone of the optimizer, for the last piece.
 
         The caller must step the stand-in; until then only some parameters are updated.
         """
@@ -427,7 +429,7 @@ class OptimizerStates:
         )
 
     def _load(self, piece: Piece) -> None:
-        """Load the states of a piece, and free memory for states that the piece's step will create."""
+        """Load the states of the parameters in ``piece``, and free memory for states that their step will create."""
         parameters = {parameter for _, parameter in piece}
         for _, parameter in piece:
             offloaded = self._offloaded.get(parameter)
@@ -461,8 +463,8 @@ class OptimizerStates:
         """After the step of ``piece``, keep as many of its states on the device as fit beside the activations, and
         offload the others.
 
-        ``kept`` is the bytes of states kept so far in this step. The result is ``kept`` plus the bytes kept of this
-        piece.
+        ``kept`` is the bytes of states kept so far in this step. The result is ``kept`` plus the bytes of the states
+        that this call keeps.
         """
         for _, parameter in piece:
             made = self._optimizer.state.get(parameter)

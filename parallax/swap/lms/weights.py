@@ -337,7 +337,7 @@ class OffloadedModel:
     def put_back(self, parameter: nn.Parameter) -> None:
         """Write a fetched gradient to the store if it was changed, and free it on the device.
 
-        If an alias of the gradient exists, the gradient stays on the device and is not stored.
+        If another tensor shares the gradient's memory, the gradient stays on the device and is not stored.
         """
         if parameter not in self._fetched:
             return
@@ -354,7 +354,10 @@ class OffloadedModel:
                 self._offloaded.write_gradient(parameter, found)
 
     def _collect_kept(self) -> None:
-        """Offload the gradients that stayed on the device because of aliases, as soon as no alias exists any more."""
+        """Offload the gradients that stayed on the device if they can be offloaded now.
+
+        Such gradients shared their memory with other tensors, or Python code has assigned them.
+        """
         if not self._offloaded.kept_gradients:
             return
         with as_plain_tensors():
@@ -396,14 +399,14 @@ class OffloadedModel:
         self._leased = mine
 
     def return_lent(self) -> None:
-        """End the last :meth:`lend`, and write the gradients that the step changed.
+        """End the latest :meth:`lend`, and write the gradients that the step changed.
 
         Changed weights are written later, when their block is evicted.
         """
         self._take_back()
 
     def end_step(self) -> None:
-        """End the last :meth:`lend` after an optimizer step.
+        """End the latest :meth:`lend` after an optimizer step.
 
         The next step is then expected to use the blocks in the same order.
         """
@@ -553,7 +556,7 @@ def _module_hook_of_a_copy() -> Callable[..., None]:
 
 
 def _no_hook(*_: Any) -> None:
-    """No-op."""
+    """No-op: takes the place of a :class:`_ModuleHook` in a copy of the module."""
 
 
 def _copy_to_host(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

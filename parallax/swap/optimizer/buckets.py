@@ -50,7 +50,8 @@ class Correction(NamedTuple):
 
 
 class _BucketPlace(NamedTuple):
-    """The position of one state tensor of one segment in the bucket's byte buffer."""
+    """The position of one state tensor in the bucket's byte buffer. The tensor is a state of the parameter segment with
+    the index ``segment``."""
 
     segment: int
     key: str
@@ -62,7 +63,7 @@ class _BucketPlace(NamedTuple):
 
 
 class Bucket:
-    """The weights of one bucket, and the optimizer that steps them.
+    """The parameters, or parts of parameters, that are stepped together, and the optimizer that steps them.
 
     ``owner`` is the replica that steps the bucket, or None if each replica steps its own copy.
     """
@@ -107,7 +108,7 @@ class Bucket:
         return self.places[-1].stop if self.places else 0
 
     def step(self, settings: Sequence[dict[str, Any]], corrections: Sequence[Correction]) -> None:
-        """Take one step.
+        """Step the parameters of the bucket once.
 
         ``settings`` has the settings of each parameter group. First, each group's entry in ``corrections`` is applied
         to the gradients of the group.
@@ -129,12 +130,13 @@ class Bucket:
         self.weights.round_masters()
 
     def states(self, index: int) -> dict[str, Any]:
-        """Return the optimizer state of the segment ``index``."""
+        """Return the optimizer state of the parameter segment (a parameter or a part of one) with this index."""
         found: dict[str, Any] = self._kernel.state[self._stepped[index]]
         return found
 
     def copies(self, parameter: Tensor) -> list[dict[str, Tensor]]:
-        """Return copies of the optimizer states and master weights of ``parameter``, one dictionary per segment."""
+        """Return copies of the optimizer states and master weights of ``parameter``, one dictionary for each part of
+        the parameter in this bucket."""
         mine = [
             index for index, segment in enumerate(self.segments) if segment.parameter is parameter
         ]
@@ -156,8 +158,8 @@ class Bucket:
                 self.states(index).update(self._counters.restored(self._stepped[index], known))
 
     def _part(self, value: Any, segment: ParameterSegment) -> Any:
-        """Return the elements of ``segment`` from a parameter's optimizer state ``value``, on the device on which the
-        bucket is stepped. A value that is no tensor is returned unchanged."""
+        """Return the elements of ``segment``, a range of the parameter, from a parameter's optimizer state ``value``,
+        on the device on which the bucket is stepped. A value that is no tensor is returned unchanged."""
         if not isinstance(value, Tensor):
             return value
         in_place = isinstance(self.weights, ResidentWeights)
@@ -207,7 +209,8 @@ class Bucket:
             self._hold(place, _view(flat, place))
 
     def _held(self, index: int) -> dict[str, Any]:
-        """Return the state of one segment, with its master weights if these are stored with the states."""
+        """Return the state of the parameter segment ``index``, with its master weights if these are stored with the
+        states."""
         kept = self.weights.kept
         return {**self.states(index), **({MASTER: kept[index]} if kept else {})}
 
@@ -219,7 +222,8 @@ class Bucket:
 
 
 class StatesInMemory:
-    """Optimizer states that stay in host memory between steps. Its methods are no-ops."""
+    """Optimizer states that stay in host memory between steps. Its methods are no-ops, because nothing has to be read
+    or written."""
 
     def prefetch(self, bucket: Bucket) -> None:
         pass
@@ -295,7 +299,7 @@ class StatesInStore:
             each.clear()
 
     def unload(self, bucket: Bucket) -> None:
-        """Release the states of ``bucket`` that were loaded but not changed. The stored states remain valid."""
+        """Release the loaded states of ``bucket``, which were not changed. The stored states remain valid."""
         flat = self._loaded.pop(bucket, None)
         if flat is not None:
             bucket.unload(flat)
@@ -358,7 +362,8 @@ def _join(values: list[Tensor], parameter: Tensor) -> Tensor:
 
 
 def _part_of_state(value: Tensor, segment: ParameterSegment, *, in_place: bool) -> Tensor:
-    """Return a copy of a segment's part of the state ``value``, in the memory layout of the tensor that is stepped.
+    """Return a copy of the elements of ``segment`` in the optimizer state ``value``, in the memory layout of the tensor
+    that is stepped.
 
     That layout is the parameter's if the parameter is stepped ``in_place``. Otherwise the result is contiguous, on the
     host.

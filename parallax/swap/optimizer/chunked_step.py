@@ -64,7 +64,8 @@ class ChunkedStep:
         return other
 
     def finish(self) -> None:
-        """Copy the changes of groups and attributes from the stand-ins to the optimizer.
+        """Copy the changes of groups and attributes from the stand-ins (clones that stepped the pieces) to the
+        optimizer.
 
         Raises :class:`SwapError` if two stand-ins have changed a group's value differently.
         """

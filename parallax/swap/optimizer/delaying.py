@@ -96,12 +96,14 @@ def _delaying(kind: Any, corrects: bool) -> type[Optimizer]:
 
 
 def swap_buffers(optimizer: Optimizer) -> None:
-    """Allow passes of the next training step before each step of a delaying ``optimizer``.
+    """Let ``optimizer``, which delays its steps, support passes of the next training step before each of its steps.
 
-    These passes run between two calls of :func:`exchange_buffers`. The optimizer step then leaves the memory of the
-    weights with which they compute unchanged. This memory becomes that of the model's parameters, whose previous memory
-    is overwritten (the two buffers of PipeDream-2BW). Without the correction, the weights of the next training step are
-    the newest ones; with it, they are one more state.
+    These passes run between two calls of :func:`exchange_buffers`, with the weights of the next training step. The
+    optimizer step then does not write to the memory of these weights. Instead, this memory becomes that of the model's
+    parameters, and the memory that they had is overwritten (the two buffers of PipeDream-2BW).
+
+    Without the correction (``corrects`` of :func:`delaying`), the weights of the next training step are the newest
+    weights. With the correction, they are a prediction, which is one more optimizer state.
     """
     for group in optimizer.param_groups:
         group[SWAPS] = True
@@ -117,10 +119,12 @@ def exchange_buffers(optimizer: Optimizer) -> None:
 
 
 def mirrored(parameter: Tensor, states: dict[str, Any], *, overlaps: bool) -> dict[str, Any]:
-    """Return the optimizer ``states`` of ``parameter`` with the weights of the next step, as for steps that overlap, if
-    ``overlaps`` is True, otherwise with the previous weights.
+    """Return the optimizer ``states`` of ``parameter`` in the form that its next steps need. ``overlaps``: whether
+    training steps overlap.
 
-    The newest weights, which ``parameter`` holds, are the mean of the two, so each can be computed from the other.
+    If they overlap, the states include the weights of the next training step, otherwise the previous weights. The
+    newest weights, which ``parameter`` holds, are the mean of the two, so each can be computed from the other. States
+    that already have the form are returned unchanged.
     """
     old, new = (PREVIOUS, NEXT) if overlaps else (NEXT, PREVIOUS)
     if old not in states:
@@ -130,7 +134,10 @@ def mirrored(parameter: Tensor, states: dict[str, Any], *, overlaps: bool) -> di
 
 
 def _step_between_passes(optimizer: Any, step: Callable[[Any], None], corrects: bool) -> None:
-    """Update the newest weights by ``step``, without a write to the memory of the weights of the next step."""
+    """Update the newest weights by ``step``, without a write to the memory of the weights of the next training step.
+
+    These weights then become the model's. If ``corrects``, the model computes with predicted weights.
+    """
     buffers, following = dict[Tensor, Tensor](), dict[Tensor, Tensor]()
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         states = optimizer.state.get(parameter, {})
@@ -178,8 +185,8 @@ def _take_versions(optimizer: Optimizer, corrects: bool) -> dict[Tensor, dict[st
 
 
 def _advance(weights: list[Tensor], versions: list[dict[str, Tensor]]) -> None:
-    """Set ``weights`` to the newest version. If ``versions`` have previous weights, set ``weights`` to the prediction
-    of the version after the newest one instead, and replace the previous weights by the newest."""
+    """Set ``weights`` to the newest version. If ``versions`` include previous weights, ``weights`` are set instead to
+    the prediction of the version after the newest one. The previous weights are then replaced by the newest."""
     if not weights:
         return
     newest = [states[VERSION] for states in versions]

@@ -173,7 +173,8 @@ class HostOptimizer:
     def reduced(self, parameter: Tensor) -> None:
         """Note that the gradient of ``parameter`` does not change any more before the step.
 
-        When this is true for all gradients of a bucket, they are copied to the host.
+        When this is true for all parameters of a bucket, which are stepped together, their gradients are copied to the
+        host.
         """
         for bucket in self._buckets_of.get(parameter, ()):
             bucket.pending_gradients -= 1
@@ -356,7 +357,7 @@ class HostOptimizer:
             self.stall_seconds += time.perf_counter() - start
 
     def _steps(self, bucket: Bucket) -> bool:
-        """Whether this replica is the one that steps ``bucket``."""
+        """Whether this replica steps ``bucket``. Each bucket is stepped by one replica, or by every replica."""
         return bucket.owner is None or owns(self._exchange, bucket.segments[0].parameter)
 
     def _weights(

@@ -158,7 +158,7 @@ class Gradient:
         return GradientWrite(self._tier, begun)
 
     def is_written(self, segment: ParameterSegment) -> bool:
-        """Whether ``segment`` can be read without waiting for a running write."""
+        """Whether ``segment`` of the gradient can be read without waiting for a running write."""
         place = self._places.get(segment)
         return place is None or has_ended(place[1])
 
@@ -166,8 +166,8 @@ class Gradient:
         self._tier.check(self._places[segment][0], _bytes(data))
 
     def read(self, segment: ParameterSegment, target: Tensor) -> Pending | None:
-        """Begin to read one segment into ``target``, and return the transfer. Return None if the segment is
-        not stored."""
+        """Begin to read one segment of the gradient into ``target``, and return the transfer. Return None if the
+        segment is not stored."""
         place = self._places.get(segment)
         if place is None:
             return None
@@ -175,7 +175,8 @@ class Gradient:
         return self._tier.read(place[0], _bytes(target))
 
     def read_all(self, total: Tensor) -> list[Pending]:
-        """Begin to read all segments into ``total``, for use on the device's stream; return the running transfers."""
+        """Begin to read all segments of the gradient into ``total``, for use on the device's stream; return the running
+        transfers."""
         flat = total.view(-1)
         pending = [
             (segment, self.read(segment, flat[segment.start : segment.stop]))
@@ -190,7 +191,7 @@ class Gradient:
         return [transfer for _, transfer in pending if transfer is not None]
 
     def read_for_step(self, segment: ParameterSegment) -> Tensor | None:
-        """Return one segment in host memory, in the dtype in which it is stepped.
+        """Return one segment of the gradient in host memory, in the dtype in which it is stepped.
 
         The result is zeros if the gradient was set to zero, and None if there is no gradient.
         """
@@ -214,7 +215,7 @@ class Gradient:
         self._norms.clear()
 
     def clear(self, *, to_none: bool) -> None:
-        """Set the gradient to None or, if there was one and not ``to_none``, to zeros."""
+        """Drop the stored gradient. Afterwards it is None with ``to_none``, otherwise zeros if there was one."""
         self.drop(self.segments)
         self.seen = self.seen and not to_none
 
@@ -260,7 +261,7 @@ class Chunk:
         """No-op: the step does not use the device's copy of the weights."""
 
     def tensors_to_step(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Return the weights and gradients of each segment, read into host memory."""
+        """Return the weights and gradients of each parameter segment, read into host memory."""
         self._steps = self._full()
         return [
             (step, self._gradients[s.parameter].read_for_step(s))
@@ -274,7 +275,7 @@ class Chunk:
                 place.copy_(step)
 
     def exchange_tensors(self) -> list[Tensor]:
-        """Return host memory for the weights of each segment, in the dtype that the device uses."""
+        """Return host memory for the weights of each parameter segment, in the dtype that the device uses."""
         if self._host is None:
             self._host = torch.empty(self.size, dtype=torch.uint8)
         return [_shaped(flat, segment) for segment, flat in self.pieces(self._host)]
@@ -314,7 +315,7 @@ class Chunk:
         self.updating, self._host, self._steps = False, None, []
 
     def masters(self) -> list[Tensor | None]:
-        """Return the master copy of each segment in host memory; empty if there are no masters yet."""
+        """Return the master copy of each parameter segment in host memory; empty if there are no masters yet."""
         if self._master is None:
             return []
         try:
@@ -323,8 +324,8 @@ class Chunk:
             self._host = None
 
     def restore(self, index: int, master: Tensor | None) -> None:
-        """Set the master copy of one segment. The caller has already set its weights; None derives the master from
-        them."""
+        """Set the master copy of the parameter segment ``index``. The caller has already set the weights of the
+        segment; None derives the master from them."""
         if master is None:
             self.drop_master()
         elif self._is_short:
@@ -355,7 +356,7 @@ class Chunk:
         self._tier.check(self._slot, data)
 
     def discard(self) -> None:
-        """Free all slots."""
+        """Free all slots of the chunk in the store."""
         self.drop_master()
         self._wait_for_write()
         if self._slot is not None:

@@ -354,7 +354,7 @@ def lay_out(blocks: Iterable[Iterable[nn.Parameter]], make: _Make) -> list[FlatP
 
 
 class _Layout:
-    """The :class:`FlatParameter` of each block so far.
+    """Collects the :class:`FlatParameter` of each block for :func:`lay_out`.
 
     ``_original_storages`` maps the id of a storage to the storage and the offloaded parameter that used it. With it, a
     tensor of a later block that still shares this storage is detected.

@@ -73,7 +73,8 @@ class GradientSink(Protocol):
         """
 
     def accepted(self, parameter: nn.Parameter) -> None:
-        """Note that the writes of the remaining segments have begun. Called after each ``accept``."""
+        """Note that the writes of the segments that :meth:`accept` has not returned have begun. Called after each
+        :meth:`accept`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +88,15 @@ class _PendingGradient:
 class OffloadedParameters:
     """The offloaded parameters of a stage.
 
-    Each of ``blocks`` is offloaded before the next one is requested. So a generator can create blocks that do not all
-    fit on the device together.
+    ``blocks`` yields the parameters of each block, which are offloaded before the next block is requested. So a
+    generator can create blocks that do not all fit on the device together.
 
     Parameters that several blocks use, that share memory with others, or that are not contiguous stay on the device
     with their gradients (:meth:`is_offloaded` is False). Offloaded parameters may be read or changed in place only
     after :meth:`enter` of their block. An optimizer steps them through :attr:`chunks`, of at most ``chunk_bytes`` each.
-    Without ``split``, a chunk contains whole parameters only. With ``keep_referenced``, a block stays on the device
-    while other tensors share its memory, beyond the limit if necessary.
+    Without ``split``, a chunk contains whole parameters only. ``window`` is the number of blocks whose weights may be
+    on the device at one time. With ``keep_referenced``, a block stays on the device while other tensors share its
+    memory, beyond the limit if necessary.
     """
 
     def __init__(
@@ -150,7 +152,7 @@ class OffloadedParameters:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes on the device now."""
+        """Bytes of weights and gradients on the device now."""
         with self.lock:
             self._collect_written()
             return self._weights() + self._gradients()
@@ -262,8 +264,8 @@ class OffloadedParameters:
         return self._flats[block].is_referenced
 
     def note_change(self, block: int) -> None:
-        """Mark the weights of ``block``, which is on the device, as changed, because they may have been changed via an
-        alias. So they are written to the store before their memory is freed."""
+        """Mark the weights of ``block``, which is on the device, as changed, because they may have been changed through
+        another tensor. So they are written to the store before their memory is freed."""
         self._flats[block].changed = True
 
     def restart_visits(self) -> None:
@@ -296,8 +298,11 @@ class OffloadedParameters:
         self.enter(block, backward=True)
 
     def norm_terms(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """Return tensors whose total norm is exactly the norm of all gradients of ``parameters``: the gradients of the
-        parameters that stay on the device, and the norms of the offloaded gradients, in fp32 or a wider dtype."""
+        """Return tensors whose total norm is exactly the norm of all gradients of ``parameters``.
+
+        These tensors are the gradients of the parameters that stay on the device, and the norms of the offloaded
+        gradients, in fp32 or a wider dtype.
+        """
         found = []
         for parameter in parameters:
             flat = self._flat_of.get(parameter)
@@ -336,7 +341,8 @@ class OffloadedParameters:
             self._free_bytes_for(0)
 
     def clear_gradient(self, parameter: nn.Parameter, *, to_none: bool) -> None:
-        """Set one stored gradient to None or, if there was one and not ``to_none``, to zeros."""
+        """Drop the stored gradient of ``parameter``. Afterwards it is None with ``to_none``, otherwise zeros if there
+        was one."""
         with self.lock:
             while self._pending:
                 with contextlib.suppress(SwapError):  # the gradient is dropped anyway
@@ -454,9 +460,9 @@ class OffloadedParameters:
         """Set ``.grad`` of an offloaded parameter to the stored gradient, if there is one, so that the caller can add
         to it.
 
-        Memory for the gradient is reserved until :meth:`offload_gradient`. As much memory is freed for the tensor that
-        the caller adds. Gradients that are fetched at the same time must belong to one block, and no backward may run
-        meanwhile. For a parameter that stays on the device this is a no-op.
+        Memory for the gradient is reserved until :meth:`offload_gradient`. The same number of bytes is freed for the
+        tensor that the caller adds. Gradients that are fetched at the same time must belong to one block, and no
+        backward may run meanwhile. For a parameter that stays on the device this is a no-op.
         """
         if parameter not in self._flat_of:
             return
@@ -565,7 +571,7 @@ class OffloadedParameters:
             flat.start_read()
 
     def _free_bytes_for(self, size: int, *, weights: int = 0) -> None:
-        """Wait until ``size`` more bytes fit, of which ``weights`` are weights.
+        """Free memory until ``size`` more bytes fit on the device, of which ``weights`` are weights.
 
         First, blocks that are not expected next are evicted. Then the call waits for gradients that are being written.
         Only then are blocks evicted that are expected next. If all bytes are in use, the call returns although ``size``

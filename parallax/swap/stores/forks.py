@@ -29,7 +29,8 @@ def call_after_fork(who: Forked) -> None:
 
 
 def generation() -> int:
-    """Return the number of forks between the first process and this one."""
+    """Return how many forks lie between this process and the original one: 0 in the original process, 1 in its
+    child."""
     return _generation
 
 
