@@ -47,9 +47,9 @@ class TrainingRun:
 
     ``engine``       this rank's engine
     ``directory``    the run's directory
-    ``metrics``      the figures of the last step, as in ``metrics.jsonl``
-    ``validation``   the figures of the last evaluation; empty before the first
-    ``checkpoint``   the last checkpoint that became complete since this process started
+    ``metrics``      the figures of the latest step, as in ``metrics.jsonl``
+    ``validation``   the figures of the latest evaluation; empty before the first
+    ``checkpoint``   the latest checkpoint that became complete since this process started
     ``ended``        why the run ends, as ``ended`` in the run's summary; empty before ``on_run_end``
     ``total_steps``  the number of steps of the whole run
     """
@@ -72,7 +72,7 @@ class TrainingRun:
 
     @property
     def stage(self) -> int:
-        """The index of this rank's stage in the pipeline."""
+        """This rank's index along the pipeline: the index of its stage if each rank holds one stage."""
         return self.engine.mesh.pipeline_rank
 
     @property
@@ -81,12 +81,12 @@ class TrainingRun:
 
     @property
     def step(self) -> int:
-        """The number of completed steps. This is also the number of the last step."""
+        """The number of completed steps, which is also the number of the latest step."""
         return self.engine.completed_steps
 
     @property
     def loss(self) -> float | None:
-        """The loss of the last step; None before the first."""
+        """The loss of the latest step; None before the first."""
         return self.metrics.get("loss")
 
     def stop(self, reason: str = "") -> None:
@@ -327,8 +327,8 @@ class CallbackStop:
         return ""
 
     def summary_entries(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:
-        """Return the entry ``callback`` of the summary: the reason that the callback gave, or "" if no callback ended
-        the run."""
+        """Return the entry ``callback`` for the run's summary: the reason that the callback gave, or "" if no callback
+        ended the run."""
         del agreed
         return {"callback": self._callbacks.reason if ended else ""}
 

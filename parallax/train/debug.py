@@ -52,13 +52,13 @@ class DebugConfig:
 
 
 class Recorder(Protocol):
-    """Records steps."""
+    """Records training steps for debugging."""
 
     def step(self) -> AbstractContextManager[None]:
         """Return a context for one step."""
 
     def add(self, result: StepResult) -> None:
-        """Record the result of a step, after its context."""
+        """Record the result of a step. Call this method after the context of the step has ended."""
 
     def close(self) -> None:
         """Write all recorded data that has not been written."""
@@ -89,10 +89,10 @@ class NoRecord:
         return contextlib.nullcontext()
 
     def add(self, result: StepResult) -> None:
-        """No-op."""
+        """No-op: no steps are recorded."""
 
     def close(self) -> None:
-        """No-op."""
+        """No-op: there is no recorded data to write."""
 
 
 class Trace:
@@ -144,7 +144,7 @@ class Window:
             self.close()
 
     def add(self, result: StepResult) -> None:
-        """No-op: torch records the step."""
+        """No-op: torch's tool records the step inside the context."""
 
     def close(self) -> None:
         """Write the recording, if it was started."""
@@ -170,7 +170,8 @@ def _profiler(path: Path, device: torch.device, *, memory: bool = False) -> tupl
 
 
 class MemoryTable:
-    """Records a table of the memory after each step. ``allocations`` records every allocation of some steps."""
+    """Records a table of the memory after each step. ``allocations`` also records every allocation of the steps to
+    record."""
 
     def __init__(self, allocations: Window, table: Path, device: torch.device) -> None:
         self._allocations, self._device, self._count = allocations, device, 0
@@ -178,7 +179,8 @@ class MemoryTable:
         self._table: csv.DictWriter[str] | None = None
 
     def step(self) -> AbstractContextManager[None]:
-        """Return the context of :class:`Window`."""
+        """Return a context for one step, in which ``allocations`` records every allocation if the step is to be
+        recorded."""
         return self._allocations.step()
 
     def add(self, result: StepResult) -> None:

@@ -9,9 +9,9 @@ from parallax.train.stop import Agreed
 
 
 class TrackedMetric:
-    """The best value of ``metric`` in the evaluations so far, and the number of evaluations since then; both are equal
-    on all ranks. ``higher``: whether higher values are better. Checkpoints hold this state, so a resumed run ends after
-    the same evaluation as an uninterrupted one."""
+    """The best value of ``metric`` in the evaluations so far, and the number of evaluations since the best one; both
+    are equal on all ranks. ``higher``: whether higher values are better. Checkpoints hold this state, so a resumed run
+    ends after the same evaluation as an uninterrupted one."""
 
     def __init__(self, metric: str, *, higher: bool) -> None:
         self.metric, self._higher = metric, higher
@@ -71,7 +71,7 @@ class OutOfPatience:
         return ""
 
     def summary_entries(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:  # noqa: ARG002
-        """Return the best value of the metric so far, as the entry ``best_METRIC``."""
+        """Return the entry ``best_METRIC`` for the run's summary: the best value of the metric so far."""
         return {f"best_{self._tracked.metric}": self._tracked.best}
 
 
@@ -87,7 +87,7 @@ class TargetReached:
         return int(self._target is not None and self._tracked.reaches(self._target))
 
     def message(self) -> str:
-        """Return why the run ends: the metric has reached the target; empty if the run continues."""
+        """Return why the run ends: the metric has reached the target. The text is empty if the run continues."""
         why = f"{self._tracked.metric} has reached {self._target}: training ends"
         return why if self.stop_requested() else ""
 
@@ -95,5 +95,5 @@ class TargetReached:
         return ""
 
     def summary_entries(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:  # noqa: ARG002
-        """Return no entries: :class:`OutOfPatience` reports the best value."""
+        """Return no entries for the run's summary: :class:`OutOfPatience` adds the best value."""
         return {}

@@ -24,8 +24,8 @@ _ENDS = StopIteration, IndexError, EmptyBatchError
 @dataclass(frozen=True, slots=True)
 class Evaluated:
     """The result of an evaluation: the mean ``loss`` and the ``metrics`` over ``rows`` rows in ``batches`` batches.
-    ``truncated``: whether the source has more batches. ``bad``: index and loss of the first batch whose loss is not
-    finite."""
+    ``truncated``: whether the source may have more batches, because it does not tell its number of rows. ``bad``: index
+    and loss of the first batch whose loss is not finite."""
 
     loss: float
     batches: int
@@ -62,8 +62,9 @@ class HeldOut:
 
     def evaluate(self, progress: Callable[[int, int | None], bool]) -> Evaluated | None:
         """Return loss and metrics of the held-out rows. All ranks must call this method. After each batch,
-        ``progress(done, count)`` is called with the number of evaluated batches and the number of all batches (None:
-        unknown). If ``progress`` returns False, the evaluation stops and returns None."""
+        ``progress(done, count)`` is called with the number of evaluated batches and the number of all batches. If the
+        latter is unknown, it is the maximum ``most`` (None: no maximum). If ``progress`` returns False, the evaluation
+        stops and returns None."""
         total, weights, done, rows, bad = 0.0, 0.0, 0, 0, None
         self._engine.metrics.begin(training=False)
         known = self.known_batches()

@@ -88,7 +88,7 @@ class Unwritten:
 
     @property
     def has_news(self) -> bool:
-        """Whether a failure has not been reported yet."""
+        """Whether there is a failure that has not been reported yet."""
         return bool(self._news)
 
     def news(self) -> list[str]:
@@ -330,7 +330,7 @@ class _PlainLines:
         self._file = console.file
 
     def start(self) -> None:
-        """No-op."""
+        """No-op: plain lines need no display."""
 
     def show(self, text: str) -> None:
         print(text, file=self._file, flush=True)
@@ -339,7 +339,7 @@ class _PlainLines:
         print(text, file=self._file, flush=True)
 
     def stop(self) -> None:
-        """No-op."""
+        """No-op: plain lines need no display that would be closed."""
 
 
 def _utilized(line: StepLine) -> list[str]:

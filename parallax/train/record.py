@@ -201,8 +201,8 @@ class RunRecord:
         }
 
     def write_occupancy(self, step: int) -> None:
-        """Write how the memory of the swap manager changed during ``step``, the last step. If this plan does not swap,
-        remove the file that an earlier plan may have left."""
+        """Write how the memory of the swap manager changed during ``step``, the latest step. If this plan does not
+        swap, remove the file with these changes that an earlier plan may have left."""
         if self._last is not None:
             with self._unwritten.trying(occupancy_path(self._directory, self._mesh.rank)):
                 self._write_occupancy(self._last, step)

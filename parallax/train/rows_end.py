@@ -31,8 +31,9 @@ class RowsEnd:
         self._here = self.everywhere = False
 
     def fetch(self, get: Callable[[], Rows]) -> Callable[[], Rows | None]:
-        """Call ``get()``, which returns a batch, and return a function that waits for the other ranks and returns this
-        batch, or None on all ranks if any rank has no more rows. All ranks must call both, in one order."""
+        """Call ``get()``, which returns a batch. Return a function that waits for the other ranks and then returns this
+        batch, or None on all ranks if any rank has no more rows. All ranks must call :meth:`fetch` and the returned
+        function, in the same order."""
         batch = self.fetch_alone(get)
         agree = self._mesh.begin_sum(torch.tensor([float(self._here)]))
 
@@ -61,7 +62,8 @@ class RowsEnd:
 
     def refuse(self, step: int) -> None:
         """Raise :class:`DataError` on all ranks if no step was done, if only some ranks have reached the end of their
-        rows, or if the source raised an IndexError. Call this method after ``step``, the last step, has been saved."""
+        rows, or if the source raised an IndexError. Call this method after the checkpoint of ``step``, the final step,
+        has been saved."""
         mistakes = self._count(bool(self._mistake))
         if not self.everywhere or mistakes or not step:
             self._refuse(step, mistakes > 0)

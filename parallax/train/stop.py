@@ -31,8 +31,8 @@ LEAST_DIFFERENCE = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """The agreement of the ranks about one reason: the maximum ``number`` of all ranks, and the ``message`` of rank
-    0."""
+    """The agreement of the ranks about one reason to end the run: the maximum ``number`` of all ranks, and the
+    ``message`` of rank 0."""
 
     number: int = 0
     message: str = ""
@@ -80,7 +80,8 @@ class Requested:
         return ""
 
     def summary_entries(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:
-        """Return the number of the signal, if it ended the run."""
+        """Return the entry ``stopped`` for the run's summary: the number of the signal, or 0 if no signal ended the
+        run."""
         return {"stopped": agreed.number if ended else 0}
 
 
@@ -104,7 +105,8 @@ class Drifted:
         return self._evaluate()
 
     def summary_entries(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:  # noqa: ARG002
-        """Return the message about the step times or the slow ranks."""
+        """Return the entry ``drift`` for the run's summary: the message about the step times or the slow ranks, or ""
+        if there is none."""
         return {"drift": agreed.message}
 
 
@@ -142,7 +144,7 @@ def _comparison(measured: float, predicted: float) -> str:
 
 class Stopping:
     """The reasons to end a run early, with the agreement of all ranks on each. If several reasons apply, the first one
-    counts."""
+    in ``reasons`` counts."""
 
     def __init__(self, reasons: Sequence[StopReason], mesh: Mesh) -> None:
         self._reasons, self._mesh = tuple(reasons), mesh
@@ -150,12 +152,12 @@ class Stopping:
 
     @property
     def is_last_step(self) -> bool:
-        """Whether the run ends after the current step."""
+        """Whether any rank has requested that the run ends after the current step."""
         return any(agreed.number for agreed in self._agreed)
 
     @property
     def ends_run(self) -> bool:
-        """Whether the loop must end now."""
+        """Whether the loop must end now: a rank has requested it, or a verdict at a checkpoint ends the run."""
         return self._first() is not None
 
     def columns(self) -> dict[str, float]:
@@ -163,14 +165,15 @@ class Stopping:
         return {f"stop_{n}": reason.stop_requested() for n, reason in enumerate(self._reasons)}
 
     def agree(self, columns: Mapping[str, Sequence[float]]) -> None:
-        """Update the agreement. ``columns``: name → numbers of all ranks, including those of :meth:`columns`."""
+        """Update the ranks' agreement on each reason. ``columns``: name → numbers of all ranks, including those of
+        :meth:`columns`."""
         for n, known in enumerate(self._agreed):
             number = known.number or int(max(columns[f"stop_{n}"]))
             self._agreed[n] = Agreed(number, known.message)
 
     def exchange(self) -> None:
-        """Exchange the numbers of all ranks outside of a step, where no other statistics are exchanged, and update the
-        agreement. All ranks must call this method."""
+        """Exchange the ranks' requests to end outside of a step, where no other statistics are exchanged, and update
+        the ranks' agreement on each reason. All ranks must call this method."""
         if not self.is_last_step:
             self.agree(self._mesh.gather_columns(self.columns()))
 

@@ -431,7 +431,8 @@ def conversation(example: Mapping[str, Any], where: str) -> Messages:
     """Return the messages of an example.
 
     They are in the example's ``messages``, in its ``conversations`` (as ShareGPT writes them), or in a pair of question
-    and answer. Raises :class:`DataError`, naming ``where``, for any other example.
+    and answer. The example's ``system`` text, if any, becomes the first message. Raises :class:`DataError`, naming
+    ``where``, for any other example.
     """
     lists = (example.get(key) for key in ("messages", "conversations"))
     if (found := next((each for each in lists if each is not None), None)) is None:
@@ -483,8 +484,9 @@ def _of_pair(example: Mapping[str, Any], where: str) -> Any:
 
 
 def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return ``message`` without its null keys, after checking that it has a role and content. Parquet files give all
-    keys to every message."""
+    """Return ``message`` with role and content. ShareGPT's keys are renamed, a list of text parts is joined, and null
+    keys, which Parquet files give to every message, are dropped. Raises :class:`DataError` for a message without role
+    or content."""
     found = {key: value for key, value in message.items() if value is not None or key == "content"}
     if "role" not in found and "from" in found:
         name = str(found["from"])

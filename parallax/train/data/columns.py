@@ -25,9 +25,9 @@ _SAMPLED = 32  # rows of which a fingerprint has the values
 
 @dataclass(frozen=True)
 class Columns:
-    """The names of the input columns and of the target columns: ``parts`` maps inputs and targets to names. A single
-    column is read as an array, several columns are read as a mapping. ``by_name``: whether the model takes its inputs
-    as keyword arguments, so that the inputs are always read as a mapping."""
+    """The names of the input columns and of the target columns: ``parts`` maps "inputs" and "targets" to these names. A
+    single column is read as an array, several columns are read as a mapping. ``by_name``: whether the model takes its
+    inputs as keyword arguments, so that the inputs are always read as a mapping."""
 
     parts: Mapping[str, tuple[str, ...]]
     by_name: bool

@@ -186,8 +186,8 @@ class ImageDecoder:
     # ------------------------------------------------------------------------------------------ rows
 
     def batch(self, images: Sequence[Encoded], seeds: Seeds, where: Callable[[int], str]) -> Any:
-        """Return ``images`` as one float32 tensor of shape (rows, channels, height, width). ``where(i)`` is the place
-        of image i, for error messages."""
+        """Return ``images`` as one float32 tensor of shape (rows, channels, height, width). If the user's ``transform``
+        returns tensors, it determines shape and dtype. ``where(i)`` is the place of image i, for error messages."""
         if self._transform is not None:
             return self._transformed(images, seeds, where)
         side = self._config.size
@@ -387,7 +387,8 @@ class ImageDecoder:
         return self._collated(found, where)
 
     def _array(self, value: Any) -> Any:
-        """Convert the result of the user's function: a Pillow image to normalized pixels, anything else to a tensor."""
+        """Convert the result of the user's function: a Pillow image to an array of pixels, which are normalized later,
+        and a tensor or an array to a tensor. Raises :class:`DataError` for anything else."""
         if isinstance(value, self._pillow.Image):
             value = self._upright(value, 1)
             return np.asarray(value).reshape(value.height, value.width, self._config.channels)

@@ -170,7 +170,7 @@ class Files:
         return (status.st_size, status.st_mtime_ns) != (self.sizes[item], times[item])
 
     def forget_index(self) -> None:
-        """Remove the index from the cache, so that the next run builds a new one."""
+        """Remove the index from the cache, so that a new one is built when it is needed next."""
         if self._index.path is not None:
             self._index.path.unlink(missing_ok=True)
 

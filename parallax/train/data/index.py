@@ -71,7 +71,8 @@ class NameList:
         self._ends.append(len(self._letters))
 
     def arrays(self, key: str) -> Arrays:
-        """Return the arrays ``key`` and ``key_ends``."""
+        """Return the names as two arrays: their bytes under the name ``key``, and their ends under ``key`` with the
+        suffix _ends."""
         return {key: np.frombuffer(self._letters, np.uint8), f"{key}_ends": integers(self._ends)}
 
 

@@ -354,7 +354,8 @@ class IndexedSource(HeldOutSets):
 
 
 def largest(batches: Sequence[Rows]) -> Rows:
-    """Return the batch whose inputs have the most bytes, the first of several. A single batch is not read."""
+    """Return the batch whose inputs have the most bytes; of several such batches, the first. If there is only one
+    batch, return it without reading its rows."""
 
     def size(batch: Rows) -> int:
         parts = leaves(batch.inputs(0, len(batch)))

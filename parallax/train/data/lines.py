@@ -97,8 +97,8 @@ class LineTable:
 
 
 def _line_starts(path: Path, digest: int) -> tuple[Numbers, int]:
-    """Return the start of each line in a file, followed by the size of the file; and ``digest``, updated with the
-    file's content."""
+    """Return the byte offsets at which the lines of a file start, followed by the size of the file. The second result
+    is ``digest``, updated with the content of the file."""
     found, size, last = [np.zeros(1, np.int64)], 0, b"\n"
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):

@@ -83,7 +83,7 @@ class Loader:
         return LoadedRows(self, taken)
 
     def get(self, batch: LoadedRows, taken: Taken, span: Span, part: str) -> Any:
-        """Return the inputs or targets (``part``) of the rows ``span`` of ``batch``."""
+        """Return the inputs or targets (``part``) of the rows ``span`` of ``batch``, a batch of the rows ``taken``."""
         if batch.loader_turn != self.turn:  # an earlier batch: nothing of it was kept
             return self._read_now(taken, span, frozenset({part}))[part]
         self._calls[span, part] += 1
@@ -97,7 +97,8 @@ class Loader:
         return value
 
     def _learn(self) -> bool:
-        """Use the requests of the last batch as the prediction for the next; return whether the prediction changed."""
+        """Use the requests of the previous batch as the prediction for the next; return whether the prediction
+        changed."""
         self.turn += 1
         if not self._calls:
             return False

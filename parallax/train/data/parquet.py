@@ -267,7 +267,7 @@ class _File(Protocol):
 
 
 class _Files:
-    """The open files of this process. A forked worker opens its own."""
+    """The files of a table that are open in this process. A forked worker opens its own."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._paths, self._process = paths, os.getpid()

@@ -129,7 +129,7 @@ class StreamSource(HeldOutSets):
         return largest(batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position before the last batch, and the number of rows and a digest of that batch."""
+        """Return the position before the latest batch, and the number of rows and a digest of that batch."""
         rows = 0 if self._last is None else len(self._last)
         return {**self._before, "rows": rows, "digest": self._digest(self._last)}
 

@@ -250,7 +250,7 @@ def write_tokens(
 
 
 class _Reader:
-    """Reads files in pieces."""
+    """Reads text files in pieces that are tokenized separately."""
 
     def __init__(
         self,
@@ -416,7 +416,7 @@ def parallel_encoding(
 
 
 def _shares(texts: list[str]) -> Iterator[list[str]]:
-    """Yield lists of texts. Each list has about as many characters as one piece."""
+    """Yield lists of texts for one thread each, with about :data:`PIECE_BYTES` characters at most."""
     found, size = list[str](), 0
     for text in texts:
         found.append(text)

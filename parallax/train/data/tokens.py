@@ -253,8 +253,9 @@ class MixedTable:
     def _drawn(self, rows: Numbers) -> Iterator[tuple[int, Numbers, Numbers]]:
         """Yield (part, positions in ``rows``, row numbers in the part) for each part that has some of ``rows``.
 
-        The parts are assigned one after another. If a part has c of the n rows that no earlier part has, it has round(r
-        · c / n) of the first r of these rows, for every r.
+        Rows are assigned to one part after the other. Let n be the number of rows that earlier parts have left, and c
+        the number of these rows that the part gets. Of the first r of the n rows, it gets round(r · c / n), for every
+        r.
         """
         places, left = np.arange(len(rows)), self._rows
         numbers = rows.astype(np.int64 if self._rows < _EXACT_ROWS else object)

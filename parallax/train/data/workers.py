@@ -98,7 +98,8 @@ class Workers:
         return len(self._workers)
 
     def submit(self, request: RowRequest) -> int:
-        """Send ``request`` to the least busy worker; return its number for :meth:`result`."""
+        """Queue ``request``, which is sent to the least busy worker as soon as a worker can take it. Return the number
+        of the request, for :meth:`result`."""
         number, self._next = self._next, self._next + 1
         self._requests[number] = request
         self._unsent.append(number)

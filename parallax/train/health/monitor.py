@@ -59,8 +59,8 @@ class HealthMonitor:
         self._growth = self._alarm.find_growth()
 
     def columns(self) -> dict[str, float]:
-        """Return this rank's figures for the other ranks: the seconds spent waiting for rows, in the whole step, and
-        computing; and whether its memory grows."""
+        """Return this rank's figures for the other ranks: the seconds that it waited for rows, the seconds of the whole
+        step, the seconds that it computed, and whether its memory grows."""
         return {
             "input_seconds": self._input_seconds,
             "whole_seconds": self._seconds + self.fetch_seconds,
@@ -106,8 +106,8 @@ class HealthMonitor:
         }
 
     def _gather_starvation(self, waited: Sequence[float]) -> list[str]:
-        """Return a message that names the rank that waits longest for rows, and why. The message is returned once in a
-        run, after several consecutive steps that waited for rows; otherwise the result is empty."""
+        """Return a message that names the rank that waits longest for rows, and the reason. The result is empty unless
+        ranks have waited for rows in several consecutive steps. The message is returned only once in a run."""
         starved = self.input_share > _STARVED and max(waited) > _STARVED_SECONDS
         self._starved = self._starved + 1 if starved else min(0, self._starved)
         if self._starved < _STARVED_STEPS:

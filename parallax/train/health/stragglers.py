@@ -79,8 +79,8 @@ class _RankWork:
     dispatch: float
 
     def share_of(self, other: _RankWork) -> float:
-        """Return how many times as long as ``other`` this rank may compute only because it has more rows or
-        micro-batches. ``other``: a replica of the same stage."""
+        """Return how many times as long as ``other``, a replica of the same stage, this rank is expected to compute
+        because of its number of rows and micro-batches."""
         return max(self.micro_batches / other.micro_batches, self.rows / other.rows)
 
 
@@ -120,7 +120,7 @@ class StragglerDetector:
 
     def add(self, step_seconds: float, busy: Sequence[float]) -> list[tuple[int, float]]:
         """Record a step; return (rank, factor) of the ranks newly found to be slow. ``busy``: the seconds that each
-        rank computed, 0 if unknown."""
+        rank computed, 0 if unknown; a step with an unknown number is ignored."""
         self._steps += 1
         if self._steps <= WARM_UP or any(busy[rank] <= 0 for rank in self._comparable):
             return []
@@ -147,7 +147,7 @@ class StragglerDetector:
         return Straggler(rank, round(factor, 2), where, than)
 
     def _is_slow(self, rank: int) -> bool:
-        """Whether the rank was slow in most steps of the window."""
+        """Whether the rank was slow in most of the last :data:`WINDOW` steps."""
         peers = bool(self._peers[rank])
         least = SLOW if peers or self._predicted else UNPREDICTED_SLOW
         dispatch = self._work[rank].dispatch
@@ -161,7 +161,7 @@ class StragglerDetector:
         return steps >= MOST and self._factor(rank) >= typical
 
     def _factor(self, rank: int) -> float:
-        """Return how many times as long as expected the rank computes: the median over the last steps."""
+        """Return how many times as long as expected the rank computes: the median over the most recent steps."""
         return statistics.median(
             [
                 busy[rank] / expected[rank] if expected[rank] > 0 else 1.0
@@ -216,7 +216,7 @@ def _unpredicted_work(plan: Plan, pipeline_rank: int) -> float:
 
 
 def _most_rows(plan: Plan, pipeline_rank: int) -> int:
-    """Return the largest number of rows that a replica has in a micro-batch."""
+    """Return the largest number of rows that a replica of the pipeline rank has in a micro-batch."""
     return -(-plan.microbatch // plan.stages[pipeline_rank].replicas)
 
 

@@ -13,7 +13,7 @@ Row = dict[str, str | float]
 
 
 def load() -> None:
-    """No-op: Python's own library is enough."""
+    """No-op: this logger needs only Python's standard library."""
 
 
 def open_run(run: LoggedRun, id: str, *, new: bool, last: int) -> CsvTable:

@@ -52,8 +52,8 @@ def _find(client: Any, experiment: str, id: str) -> Any:
 
 
 class MlflowRun:
-    """One run of MLflow. ``latest``: figure → the last step for which MLflow has this figure. The last steps may
-    differ, because a process may be killed after it has written only some figures of a step."""
+    """One run of MLflow. ``latest``: figure → the last step for which MLflow has this figure. These steps may differ
+    between figures, because a process may be killed after it has written only some figures of a step."""
 
     replaces = False
 

@@ -158,7 +158,7 @@ class _Queue:
             return count
 
     def batches(self) -> Iterator[list[Point]]:
-        """Wait for points and yield them, until the queue is closed and empty."""
+        """Wait for points and yield them in batches, until the queue is closed and empty."""
         while True:
             with self._changed:
                 while not self._points and not self._closed:
@@ -212,7 +212,7 @@ class Mark:
 
 
 def figures_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers in a record, without its step."""
+    """Return the numbers in ``record``, a record of ``metrics.jsonl``, without its step."""
     return {
         key: float(value)
         for key, value in record.items()

@@ -48,15 +48,15 @@ class Saves:
         self._saves_none = True  # whether this start has saved none so far
 
     def columns(self) -> dict[str, float]:
-        """Return this rank's figures for the other ranks: the progress of its current write, and the seconds that
-        training has waited for checkpoints since the last call."""
+        """Return this rank's figures for the other ranks: the progress of the checkpoint that it is writing, and the
+        seconds that training has waited for checkpoints since the last call."""
         waited, self._reported = self.seconds - self._reported, self.seconds
         progress = float(self._engine.saving.pending.progress)
         return {"saving_progress": progress, "checkpoint_seconds": waited}
 
     def advance(self, logger: RankZeroLogger, columns: Mapping[str, Sequence[float]]) -> None:
-        """Advance the current write to the state that all ranks have reached. ``columns``: the figures of all ranks.
-        All ranks must call this method."""
+        """Advance the checkpoint that is being written to the progress that all ranks have reached. ``columns``: the
+        figures of all ranks. All ranks must call this method."""
         progress = columns["saving_progress"]
         if any(progress):
             with self._waiting():
@@ -76,7 +76,7 @@ class Saves:
         last: bool,
     ) -> None:
         """Save a checkpoint with the caller's ``state`` and ``metrics``, unless this step already has a checkpoint.
-        Wait until it is complete if it is the ``last``, or if checkpoints are not asynchronous."""
+        Wait until it is complete if it is the run's final one (``last``), or if checkpoints are not asynchronous."""
         step = self._engine.completed_steps
         with self._waiting():
             self.finish(logger, next_step=step)
@@ -89,7 +89,8 @@ class Saves:
                 self.finish(logger)
 
     def finish(self, logger: RankZeroLogger, *, next_step: int = 0) -> None:
-        """Wait until the current write is complete. ``next_step``: the step whose checkpoint is already due, or 0."""
+        """Wait until the checkpoint that is being written is complete. ``next_step``: the step whose checkpoint has to
+        wait for it, named in a message if the wait is long; 0 if none has to wait."""
         pending, start = self._engine.saving.pending, time.perf_counter()
         with self._waiting():
             self._log_saved(logger, pending.finish())
@@ -101,8 +102,9 @@ class Saves:
             )
 
     def end(self, logger: RankZeroLogger) -> None:
-        """Wait until the last write is complete. If this start of the run has saved no checkpoint, remove old
-        checkpoints that an earlier start should have removed but did not, because it was killed."""
+        """Wait until the checkpoint that is being written is complete. If this start of the run has saved no
+        checkpoint, remove old checkpoints that an earlier start should have removed but did not, because it was
+        killed."""
         self.finish(logger)
         if self._saves_none and self._saved:
             self._engine.saving.trim(self._directory, self._saved, self._retention)
