@@ -53,7 +53,7 @@ class EvaluatedRun:
         return named
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, with null for non-finite figures."""
+        """Return the figures as plain data, with null for non-finite numbers."""
         job, plan = self.job, self.job.plan
         return {
             "run": str(job.directory),

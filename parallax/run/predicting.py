@@ -177,7 +177,7 @@ def _received(mesh: Mesh, rank: int, head: _Head) -> Iterator[tuple[int, Named]]
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return a view of the tensor as bytes, which every backend can send."""
+    """Return a view of the tensor as bytes, which every communication backend can send."""
     return tensor.reshape(-1).view(torch.uint8)
 
 

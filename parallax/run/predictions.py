@@ -62,7 +62,7 @@ class PredictedRows:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Column → the shape of a row."""
+        """The shape of one row in each column, by the name of the column."""
         return {name: values.shape[1:] for name, values in self.columns.items()}
 
     def trimmed(self, name: str) -> list[Array] | None:
@@ -91,7 +91,7 @@ def check_columns(rows: PredictedRows) -> None:
 
 
 def joined_rows(parts: Sequence[PredictedRows]) -> PredictedRows:
-    """Return consecutive parts, joined to one."""
+    """Return the rows of ``parts``, which follow one another, as one object."""
     names = [part.names or [] for part in parts]
     lengths = [part.lengths for part in parts if part.lengths is not None]
     bad_names = [name for part in parts for name in part.bad_names or []]
@@ -120,15 +120,15 @@ class OutputFormat(ABC):
 
     @abstractmethod
     def write(self, file: BinaryIO, rows: PredictedRows) -> None:
-        """Write a part."""
+        """Write ``rows`` to ``file``, which becomes a part: a file with consecutive rows."""
 
     @abstractmethod
     def join(self, file: BinaryIO, parts: Sequence[Path]) -> None:
-        """Write the rows of all ``parts``, in order."""
+        """Write the rows of all ``parts``, in order, to the output ``file``."""
 
 
 class NpyFormat(OutputFormat):
-    """One array; padded rows keep their padding."""
+    """A .npy file with one array. Padded rows keep their padding."""
 
     def write(self, file: BinaryIO, rows: PredictedRows) -> None:
         if len(rows.columns) != 1:
@@ -285,7 +285,7 @@ class Outputs:
 
     @property
     def folder(self) -> Path:
-        """The folder that holds the parts."""
+        """The folder that holds the parts: files with consecutive rows, which are joined at the end."""
         return self.path.with_name(f"{self.path.name}.parts")
 
     def prepared(self, plan: Callable[[], ForwardJob]) -> ForwardJob:
@@ -321,8 +321,8 @@ class Outputs:
         return found
 
     def begin(self, fingerprint: str) -> int:
-        """Return the number of the first row that is in no part. ``fingerprint`` identifies the rows. Raises
-        :class:`DataError` if the rows have changed since the parts were written."""
+        """Return the number of the first row that has not been written yet. ``fingerprint`` identifies the rows. Raises
+        :class:`DataError` if the rows have changed since other rows were written."""
         stored = self._stored_request()
         if stored.get("rows", fingerprint) != fingerprint:
             raise DataError(
@@ -335,7 +335,7 @@ class Outputs:
         return self._first
 
     def add(self, rows: PredictedRows) -> None:
-        """Append rows. A part is written as soon as enough rows have been appended."""
+        """Append rows. They are written to a part file as soon as enough rows have been appended."""
         if self._pending and rows.shapes != self._shapes:
             self._write_part()
         if self._shapes and rows.shapes != self._shapes and self._format.one_shape:
@@ -350,7 +350,7 @@ class Outputs:
             self._write_part()
 
     def finish(self) -> tuple[int, int]:
-        """Join the parts; return the numbers of rows written and skipped."""
+        """Join the part files to the output; return the numbers of rows written and skipped."""
         if self._pending:
             self._write_part()
         parts = self._parts()

@@ -82,7 +82,7 @@ def versions() -> dict[str, str]:
 
 
 def host_needs(run: PreparedRun, ranks: Sequence[int]) -> HostNeeds:
-    """Return the needs of ``ranks``, which are all on one host."""
+    """Return the memory and disk space that ``ranks`` need. All of them are on one host."""
     plan = run.plan
     on_cpu = chosen_kind(local_cluster(run.config)) == "cpu"
     tier = tier_named(plan.tier)

@@ -71,8 +71,8 @@ class RankGroup:
         threading.Thread(target=self._read, daemon=True).start()
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Named, int]:
-        """Return the outputs of a batch, and the step of the weights that computed them. Raises :class:`RanksLost` if a
-        connection ends, and :class:`ModelFailed` if the model raises an exception."""
+        """Return the outputs of a batch with the inputs ``tensors``, and the step of the weights that computed them.
+        Raises :class:`RanksLost` if a connection ends, and :class:`ModelFailed` if the model raises an exception."""
         found = self._request({"do": "run", "rows": len(tensors[0])}, tensors)
         return joined([found.parts[first] for first in sorted(found.parts)]), found.step
 

@@ -33,8 +33,8 @@ _MOST_BYTES = (
 
 
 def check_rates(config: RunConfig) -> None:
-    """Raise :class:`ConfigError` if the settings have ``serve.requests_per_second`` but do not plan a server: the task
-    must be inference, and the global batch must be ``serve.max_batch_rows``."""
+    """Raise :class:`ConfigError` if the settings, which have ``serve.requests_per_second``, do not plan a server: the
+    task must be inference, and the global batch must be ``serve.max_batch_rows``."""
     serve, rows = config.serve, config.trainer.global_batch
     key = f"serve.requests_per_second={serve.requests_per_second:g}"
     if config.task != PlanTask.INFERENCE:

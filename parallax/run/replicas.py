@@ -114,7 +114,7 @@ class Replica:
 
     @property
     def step(self) -> int:
-        """The step of the weights; 0 while the copy is not ready."""
+        """The training step of the weights; 0 while the copy is not ready."""
         group = self._group
         return 0 if group is None else group.step
 
@@ -136,8 +136,8 @@ class Replica:
         return reserved
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Named, int]:
-        """Return the outputs of a batch, and the step of the weights that computed them. Call :meth:`reserve` before.
-        Raises :class:`RanksLost` or :class:`ModelFailed`."""
+        """Return the outputs of a batch with the inputs ``tensors``, and the step of the weights that computed them.
+        Call :meth:`reserve` before each call. Raises :class:`RanksLost` or :class:`ModelFailed`."""
         try:
             if (group := self._group) is None:
                 raise RanksLost("the ranks have ended")
@@ -321,7 +321,7 @@ class Replicas(RunModel):
 
     @property
     def step(self) -> int:
-        """The step of the newest weights that a copy has loaded."""
+        """The training step of the newest weights that a copy has loaded."""
         return max((copy.step for copy in [*self._copies.values()]), default=0)
 
     @property
@@ -347,9 +347,9 @@ class Replicas(RunModel):
                 self._lock.wait(1.0)
 
     def compute(self, tensors: Sequence[Tensor]) -> tuple[Named, int]:
-        """Return the outputs of a batch, and the step of the weights that computed them. If the ranks that compute the
-        batch end, the batch is computed once more. Raises :class:`ModelFailed`, or :class:`RequestError` if the ranks
-        end again."""
+        """Return the outputs of a batch with the inputs ``tensors``, and the step of the weights that computed them. If
+        the ranks that compute the batch end, the batch is computed once more. Raises :class:`ModelFailed`, or
+        :class:`RequestError` if the ranks end again."""
         for _ in range(_ATTEMPTS):
             copy = self._free_copy()
             try:

@@ -46,7 +46,7 @@ class RunModel(ServedModel):
     @property
     @abstractmethod
     def step(self) -> int:
-        """The step of the newest weights."""
+        """The training step of the newest weights that the model has loaded."""
 
     @property
     def version(self) -> str:  # type: ignore[override]
@@ -54,7 +54,7 @@ class RunModel(ServedModel):
 
     @abstractmethod
     def compute(self, tensors: Sequence[Tensor]) -> tuple[Named, int]:
-        """Return the outputs of a batch, and the step of the weights that computed them."""
+        """Return the outputs of a batch with the inputs ``tensors``, and the step of the weights that computed them."""
 
     @abstractmethod
     def load(self, job: ForwardJob) -> str:
@@ -64,7 +64,8 @@ class RunModel(ServedModel):
     def close(self) -> None: ...
 
     def run(self, tensors: Sequence[Tensor]) -> BatchOutputs:
-        """Return the outputs of a batch. The version of the outputs is the step of the weights that computed them."""
+        """Return the outputs of a batch with the inputs ``tensors``. The version of the outputs is the step of the
+        weights that computed them."""
         named, step = self.compute(tensors)
         return BatchOutputs([tensor for _, tensor in named], str(step))
 

@@ -107,7 +107,8 @@ def _serve(
 
 @contextlib.contextmanager
 def _ranks(listener: socket.socket, token: str, count: int) -> Iterator[list[socket.socket]]:
-    """Yield the connections of all ``count`` ranks. At the end of the context they are closed, which ends the ranks."""
+    """Yield the connections of all ``count`` ranks, which present ``token`` when they connect. At the end of the
+    context the connections are closed, which ends the ranks."""
     with listener:
         links = [link.socket for link in welcome(listener, token, count).values()]
     try:

@@ -60,7 +60,8 @@ def _padded_rows(config: RunConfig) -> Rows | None:
 
 
 def check_rows(config: RunConfig, verdict: Verdict, plan: Plan) -> None:
-    """Raise :class:`ConfigError` if ``plan`` divides a batch into micro-batches although that changes the loss."""
+    """Raise :class:`ConfigError` if ``plan`` divides a batch into micro-batches although, by ``verdict``, this changes
+    the loss."""
     rows = config.trainer.global_batch
     micro_batches = plan.micro_batches(rows)
     replicas = max(stage.replicas for stage in plan.stages)

@@ -60,7 +60,7 @@ class Change:
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """The cause that costs most, with a ``sentence`` about it; the seconds per step that each cause costs; and the
-    changes that help. Changes that address the first cause come first."""
+    changes that help. Changes that address this cause come first."""
 
     cause: Cause
     sentence: str
@@ -101,7 +101,7 @@ def diagnose(run: FittedRun, requested: RequestedSettings) -> Diagnosis:
 
 
 class _Doctor:
-    """Simulates a run with one cause removed, and with changed settings."""
+    """Simulates a run with one cause of long steps removed, and with changed settings."""
 
     def __init__(self, run: FittedRun, requested: RequestedSettings) -> None:
         self._run, self._requested, self._plan = run, requested, run.plan
@@ -129,7 +129,7 @@ class _Doctor:
     # ---- causes
 
     def _costs(self) -> dict[Cause, float]:
-        """Return the seconds per step that each cause costs."""
+        """Return the seconds per step that each cause costs. Causes that the measurements rule out are left out."""
         run, now = self._run, self._now
         found = {Cause.CHECKPOINT: self._measured.mean[CHECKPOINT]}
         waits = max(map(sum, zip(self._measured.read_seconds, self._measured.fetch_seconds)))
@@ -311,7 +311,8 @@ class _Doctor:
             )
 
     def _host_memory(self, cause: Cause) -> Iterator[Change]:
-        """Yield the change that offloads to host memory, if the host memory is large enough."""
+        """Yield the change that offloads to host memory, if the host memory is large enough. ``cause``: the cause that
+        the change addresses."""
         hosts = with_host_tier(self._run.cluster.slowed(self._run.slow))
         if hosts is None or (found := self._searched(hosts, self._requested.plan)) is None:
             return
@@ -320,7 +321,8 @@ class _Doctor:
             yield self._change(cause, text, [f"swap.tier={found.tier}"], found, hosts)
 
     def _recomputing(self, cause: Cause) -> Iterator[Change]:
-        """Yield the change that recomputes activations instead of offloading them."""
+        """Yield the change that recomputes activations instead of offloading them. ``cause``: the cause that the change
+        addresses."""
         if self._requested.plan.activations == Directive.RECOMPUTE:
             return
         config = replace(self._requested.plan, activations=str(Directive.RECOMPUTE))
@@ -399,8 +401,8 @@ class _Doctor:
         return self._run.seconds(cluster=cluster, plan=plan, reads=self._reads_of(plan))
 
     def _reads_of(self, plan: Plan) -> Sequence[float]:
-        """Return the seconds of reading rows by rank under ``plan``. The measured seconds of the first stage are
-        divided evenly among the replicas of the new first stage. The last stage is treated in the same way."""
+        """Return the seconds of reading rows by rank under ``plan``. The measured seconds of the run's first stage are
+        divided evenly among the replicas of the first stage of ``plan``. The last stage is treated in the same way."""
         found = [0.0] * plan.world_size
         ends = {0: 0, len(self._plan.stages) - 1: len(plan.stages) - 1}
         for before, after in ends.items():

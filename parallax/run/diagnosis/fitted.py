@@ -34,7 +34,7 @@ class FittedRun:
     ``cluster``     the planned cluster, possibly with a smaller slowdown of computing during transfers
     ``slow``        slow rank → how many times as long as comparable ranks it computes
     ``tier_speed``  bandwidth of the offload tier, as a fraction of the planned bandwidth
-    ``scale``       measured seconds per simulated second: the remaining error
+    ``scale``       measured seconds per simulated second, which corrects the error that remains
     """
 
     measured: Measured
@@ -51,7 +51,7 @@ class FittedRun:
 
     @cached_property
     def as_run(self) -> Cluster:
-        """The cluster as the run found it, with slow ranks and a slow tier."""
+        """The cluster as the measurements show it, with slow ranks and a slow offload tier."""
         return with_tier_speed(self.cluster.slowed(self.slow), self.tier_speed)
 
     @cached_property
@@ -108,7 +108,8 @@ def fit(measured: Measured, profile: ModelProfile, cluster: Cluster) -> FittedRu
 def _with_measured_overlap(measured: Measured, profile: ModelProfile, cluster: Cluster) -> Cluster:
     """Return ``cluster`` with a smaller ``overlap_loss``, the slowdown of computing during transfers, if ranks that
     swap computed for fewer seconds than predicted. The profile was measured without transfers, so the assumed slowdown
-    must have been too large. With the new value, the predicted compute seconds equal the measured ones."""
+    must have been too large. The new value brings the predicted compute seconds as close as possible to the measured
+    ones."""
     if not any(rank.offloaded_bytes for rank in measured.plan.prediction.ranks):
         return cluster
     goal = sum(busy_by_rank(measured.spans).values())

@@ -59,14 +59,15 @@ class Measured:
 
     @property
     def mean(self) -> dict[str, float]:
-        """Return the seconds of each term, averaged over the ranks."""
+        """Return the seconds of each term (category of time, such as computing), averaged over the ranks."""
         return {
             term: statistics.fmean(each[term] for each in self.terms.values()) for term in TERMS
         }
 
     @classmethod
     def read(cls, directory: Path, plan: Plan) -> Measured:
-        """Read the files of the run in ``directory``. Raises :class:`ConfigError` if the run has recorded no steps."""
+        """Return the measurements in the files of the run in ``directory``, which ran under ``plan``. Raises
+        :class:`ConfigError` if the run has recorded no steps."""
         spans = measured_spans(directory, plan.world_size)
         if not spans:
             raise ConfigError(

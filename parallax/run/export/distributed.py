@@ -76,8 +76,8 @@ class DistributedForm:
 
 def _states(trained: Trained, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
     """Return, for each of the parameters ``names`` that has optimizer states, a mapping from the name of a state to a
-    meta tensor (without values). A parameter that never had a gradient has no states. After local steps, they are the
-    states of the first group of replicas."""
+    meta tensor (without values). A parameter that never had a gradient has no states. After local steps, the states are
+    those of the first group of replicas."""
     found: dict[str, dict[str, Tensor]] = {}
     known = set(names)
     for held, tensor in trained.reader.held().items():

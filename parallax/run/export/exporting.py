@@ -88,8 +88,8 @@ def _trained(
 
 
 def _check_merge(form: ExportForm, *, merge: bool, adapting: bool) -> None:
-    """Raise :class:`ConfigError` if ``form`` cannot hold what is exported: adapters, if ``adapting``, or with ``merge``
-    a base model with merged adapters."""
+    """Raise :class:`ConfigError` if ``form`` cannot hold the export: adapters, if ``adapting``, or with ``merge`` a
+    base model with merged adapters. Also raise it if there are no adapters to merge."""
     if merge and not adapting:
         raise ConfigError("--merge: the run trains no adapters (model.adapter); leave it out")
     if merge and not form.takes_merged:

@@ -64,8 +64,8 @@ class CheckpointTensors:
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint to export, with its model, which is on the meta device, and the ``weights`` to export, for example
-    merged ones. ``reader``: reads the checkpoint. ``settings``: the settings of the run."""
+    """A checkpoint to export, and its model, which is on the meta device. ``weights``: the weights to export, for
+    example with merged adapters. ``reader``: reads the checkpoint. ``settings``: the settings of the run."""
 
     model: nn.Module
     reader: CheckpointReader

@@ -18,7 +18,8 @@ SHARD_BYTES = 5 * 10**9
 
 
 class Shards:
-    """The tensors of ``trained``, converted to ``layout``, as safetensors files."""
+    """Safetensors files with the tensors of ``trained``. ``layout`` converts the model's tensors to those of the
+    files."""
 
     def __init__(self, trained: Trained, layout: FileLayout) -> None:
         tensors = trained.tensors()
@@ -38,7 +39,8 @@ class Shards:
 
 @dataclass
 class Shard:
-    """One file: its tensors without values, the recipes that compute their values, and its bytes."""
+    """One file: its source tensors (without values), the recipes that compute the tensors of the file from them, and
+    its bytes."""
 
     held: dict[str, Tensor] = field(default_factory=dict)
     recipes: list[Recipe] = field(default_factory=list)

@@ -208,7 +208,8 @@ class _Import:
 
 
 def _free_directory(config: RunConfig) -> Path:
-    """Return the directory of the new run. Raises :class:`ConfigError` if the directory exists."""
+    """Return the directory of the new run. Raises :class:`ConfigError` if it or its folder of checkpoints exists and is
+    not empty."""
     check_name(config.name)
     directory = RUNS / config.name
     saved = config.checkpoint.folder(directory, config.name)

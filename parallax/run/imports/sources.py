@@ -96,8 +96,7 @@ class _Renamed:
 
 
 def _with_prefix(names: Collection[str], prefix: str) -> dict[str, str]:
-    """Return a mapping with those ``names`` that begin with ``prefix`` as values, and these names without the prefix as
-    keys."""
+    """Return {name without ``prefix``: name} for those of ``names`` that begin with ``prefix``."""
     return {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
 
 

@@ -26,9 +26,9 @@ NOT_IMPORTED = frozenset((MASTER, AVERAGE, VERSION, PREVIOUS, *OUTER_STATES))
 def check_states(
     source: ImportSource, trained: Mapping[str, nn.Parameter], optimizer: OptimizerConfig
 ) -> list[str]:
-    """Raise :class:`CheckpointError` if ``source`` has states that ``optimizer`` does not use for the parameters
-    ``trained``; the message names these states. Return messages for the user, about states that ``source`` lacks and
-    tensors in it that are not imported."""
+    """Raise :class:`CheckpointError` if the optimizer states in ``source`` cannot be imported: they belong to other
+    parameters than ``trained``, or a parameter's states differ from those of ``optimizer`` in name, type or shape.
+    Return messages for the user, about states that ``source`` lacks and tensors in it that are not imported."""
     unknown = sorted(set(source.states) - set(trained))
     if unknown:
         raise CheckpointError(

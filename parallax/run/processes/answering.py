@@ -36,7 +36,8 @@ _LIFE_SECONDS = 1.0  # a rank that waits wakes up as often, to show that it live
 
 class RequestRows:
     """A batch of requests as rows for an engine: the inputs are ``template``, with ``tensors`` in place of its slots.
-    ``rows``: the number of rows. A rank that reads no inputs passes no tensors, and can only get the number of rows."""
+    ``rows``: the number of rows. On a rank that reads no inputs there are no tensors, and only the number of rows may
+    be used."""
 
     def __init__(self, template: Any, tensors: Sequence[Tensor], rows: int) -> None:
         self._template, self._tensors, self._rows = template, tensors, rows
@@ -57,7 +58,8 @@ Connect = Callable[[], contextlib.AbstractContextManager[socket.socket]]
 
 
 def answer_batches(job: ForwardJob, watch: Watch, connect: Connect) -> None:
-    """Run one rank of ``job``: build its engine, connect with the server, and compute batches until the server ends."""
+    """Run one rank of ``job``: build its engine, connect with the server by ``connect()``, and compute batches until
+    the server ends."""
     with contextlib.ExitStack() as closing:
         engine, template = _built(job, watch)
         closing.callback(engine.close)

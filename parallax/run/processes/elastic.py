@@ -47,7 +47,8 @@ def present_settings(overrides: Sequence[str], nodes: Nodes) -> list[str]:
     function.
 
     ``cluster.devices`` is set to the number of ranks, unless the user sets it. A run without a name keeps the name of
-    its first start. If the configured stages and replicas do not fit the number of ranks, the planner chooses them.
+    its first start. On a restart, the planner chooses the stages and replicas if those of the first start do not fit
+    the number of ranks and the user has not typed them.
     """
     devices = len(nodes.of)
     found = [f"cluster.devices={devices}", *_named(overrides)]

@@ -83,7 +83,8 @@ def job_of_rank(
 ) -> ForwardJob:
     """Return the job of this rank. All ranks must call this function. The job is in the file ``prepared`` if Parallax's
     launcher started the ranks. Otherwise rank 0 plans the job for ``request(n)``, where n is the number of ranks
-    (:func:`job_together`). ``read()`` returns the trained run."""
+    (:func:`job_together`). ``read()`` returns the trained run. ``prepare(plan)`` returns the job in this case: either
+    the result of ``plan()``, or the job of an earlier start."""
     if prepared is not None:
         return job_of_file(prepared)
     return job_together(read, request(int(os.environ.get("WORLD_SIZE", "1"))), prepare)

@@ -112,7 +112,7 @@ def _opened_source(run: PreparedRun, nodes: Nodes) -> Source:
 
 
 def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
-    """Build, train and report; return the exit code."""
+    """Build the engine, train, and report how the run has ended; return the exit code."""
     choice = node_devices(local_cluster(run.config), nodes)
     settle(choice)
     device = select_device(choice.kind, int(os.environ.get("LOCAL_RANK", "0")))
@@ -205,8 +205,8 @@ def _status_file(
 
 
 def _place(run: PreparedRun, nodes: Nodes, transports: Mapping[str, str]) -> None:
-    """Write on which node each rank runs, and which transports the ranks use. Print the transports if there are several
-    nodes."""
+    """On rank 0, write to the run directory on which node each rank runs, and which transports the ranks use. Print the
+    transports if there are several nodes."""
     by_edge = {
         edge: transport
         for found in all_gather_result(lambda: transports)
@@ -289,8 +289,8 @@ def limits(run: PreparedRun) -> tuple[float, float, float]:
 
 def _on_drift(config: RunConfig) -> OnDrift:
     """Return the reaction to drift (steps slower or faster than predicted) that the launcher has set. Without
-    Parallax's launcher, drift is only reported. If steps are recorded for debugging, which makes them slow, drift is
-    ignored."""
+    Parallax's launcher, drift is only reported, or ignored if ``plan.replan`` is not auto. If steps are recorded for
+    debugging, which makes them slow, drift is ignored."""
     if config.debug.record != "off":
         return OnDrift.IGNORE
     usual = OnDrift.NOTE if config.plan.replan == AUTO else OnDrift.IGNORE

@@ -26,8 +26,9 @@ _BY_THE_SYSTEM = 2  # restarts at the same step after a rank was killed; after o
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The failure of one attempt to run all ranks. ``exit_code`` is that of the rank named in ``report``, the first
-    that ended. A negative code is the signal that ended it."""
+    """The failure of one attempt to run all ranks. ``report`` names the rank that failed. ``exit_code`` is the exit
+    code of this rank or, if it did not fail with one, of the first rank that did. If it is negative, its absolute value
+    is the signal that ended the rank."""
 
     report: FailureReport
     exit_code: int
@@ -38,8 +39,8 @@ class Failure:
     ) -> Failure:
         """Return the failure of an attempt. ``codes``: rank → exit code, in the order in which they ended. ``report``:
         the ranks' own report; None if no rank could write one. ``early``: ranks that ended with exit code 0 before the
-        run was complete, for which a restart would not help. Exit codes are considered first, because only a rank's
-        parent knows the signal that killed it."""
+        run was complete, for which a restart would not help. If a rank was killed, its exit code takes precedence over
+        a report of a lost rank, because only the rank's parent knows the signal."""
         if early and (report is None or report.how is FailureKind.LOST):
             rank = report.rank if report is not None and report.rank in early else next(iter(early))
             return cls(report=_ended_early(rank, report), exit_code=0)
@@ -80,7 +81,7 @@ class Failure:
         )
 
     def same_as(self, other: Failure) -> bool:
-        """Return whether both failures are of the same kind and of the same rank."""
+        """Return whether both failures are of the same rank and the same kind, with the same exit code."""
         mine, others = (
             (each.report.rank, each.report.how, each.exit_code) for each in (self, other)
         )

@@ -39,8 +39,8 @@ _CLEARLY_LESS = 0.9  # fraction of another host's memory; free memory differs a 
 def prepare_together(
     overrides: Sequence[str], nodes: Nodes, held: contextlib.ExitStack
 ) -> PreparedRun:
-    """Return the run. Rank 0 composes and plans the run. The other ranks read the files that rank 0 writes, or raise
-    rank 0's error. Directories stay locked until ``held`` is closed."""
+    """Return the prepared run. Rank 0 composes the settings and plans. The other ranks read the files that rank 0
+    writes, or raise rank 0's error. Directories stay locked until ``held`` is closed."""
     sized = present_settings(overrides, nodes)
     config = configuration.load(
         broadcast_result(lambda: configuration.dump(_checked(settings(sized, RUNS).config)))
@@ -110,7 +110,7 @@ def compare_rows(source: Source, nodes: Nodes) -> None:
 
 
 def _distributed(directory: Path, nodes: Nodes, held: contextlib.ExitStack) -> PreparedRun:
-    """Return the run that its directory holds. Nodes that do not see this directory create their own copy."""
+    """Return the run that ``directory`` holds. Nodes that do not see this directory create their own copy."""
     groups = find_directory_groups(directory, nodes)
     files = broadcast_result(lambda: {} if groups.shared else run_files(directory))
 

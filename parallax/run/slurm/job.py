@@ -81,7 +81,7 @@ class SlurmJob:
         return "\n".join([*head, "set -euo pipefail", "", *self._variables(), "", BODY.read_text()])
 
     def submit(self, folder: Path, runs: Path) -> str:
-        """Write the script into its run directory and submit it; return Slurm's job number."""
+        """Write the batch script into the directory of the job's run and submit it; return Slurm's job number."""
         path = runs / self.name / SCRIPT
         try:
             for name in self.runs:  # Slurm makes no folder for the log

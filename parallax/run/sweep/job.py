@@ -76,7 +76,7 @@ class SweepProgress:
         )
 
     def note(self, point: Point, text: str) -> None:
-        """Print a message ``text`` about a point."""
+        """Print ``text`` about a point that this command does not run, and no longer count the point as left."""
         self.left = max(0, self.left - 1)
         self._print(f"{self._which(point)} {text}")
 
@@ -112,7 +112,8 @@ class PointJob:
     progress: SweepProgress
 
     def __call__(self, overrides: list[str]) -> float:
-        """Run the point unless it is already done; return its validation loss."""
+        """Run the point, and return its validation loss: NaN if it does not complete, or if another process trains it
+        already."""
         point = self._point(overrides)
         directory = RUNS / self.sweep / point.name
         if is_locked(directory):  # an earlier command's
