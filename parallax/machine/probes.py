@@ -315,9 +315,9 @@ class HostSpeeds:
     ``speeds`` is the speed of each process relative to one process alone. ``sum_seconds`` is the time of an all-reduce
     of a few numbers after computing, as at the end of a step; most of this time passes while the processes' threads
     wake up. ``reduce_seconds`` is the time per byte of an all-reduce of gradients. ``exchange_seconds`` is the time of
-    an all-reduce of a few numbers between processes that compute for a millisecond between two of them. It is longer
-    than ``sum_seconds``, because the processes do not arrive together, and one that gets its result late is late for
-    the next one, too.
+    each all-reduce of a few numbers in a series of them. The processes compute for a millisecond before each. This time
+    is longer than ``sum_seconds``, because the processes do not arrive together, and a process that gets one result
+    late also starts the next all-reduce late.
     """
 
     speeds: tuple[float, ...] = ()
@@ -382,7 +382,8 @@ def compute_together(count: int, threads: int) -> tuple[list[float], ...]:
     1. CPU seconds of one repetition of :func:`compute_on_request`
     2. seconds of an all-reduce of a few numbers
     3. seconds per byte of an all-reduce of gradients
-    4. seconds of an all-reduce of a few numbers between processes that compute for a millisecond between two of them
+    4. seconds of each all-reduce of a few numbers in a series of them; the processes compute for a millisecond before
+       each
 
     CPU time does not advance while another program has the core, so other programs hardly affect it. Sharing memory and
     caches with other ranks increases it. Each value is the median of several turns, except the CPU seconds of a single

@@ -316,7 +316,9 @@ class _LabelRule:
         return (high - low) * float(kept.sum()) / labels.numel()
 
     def scored(self, results: Any, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the scores among ``results``, the model's outputs, and the labels of these scores."""
+        """Return a pair: the model's scores, found in its outputs ``results``, and the labels of these scores, found in
+        its ``inputs``. If each score predicts the next label, the last score and the first label of each row are left
+        out."""
         labels = inputs[self.place]
         scores = next(
             each

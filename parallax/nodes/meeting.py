@@ -39,7 +39,7 @@ class OpenMeeting:
         )  # it is there from now on, so it can be read without waiting
 
     def answer(self) -> None:
-        """Send this start's name to all ranks that have requested it since the last call."""
+        """Send the name of this rendezvous to all ranks that have requested it since the last call."""
         nonces = self._store.get(_REQUEST_LIST).decode()
         starts = range(self._answered, len(nonces), _DIGITS)
         keys = [_answer(nonces[start : start + _DIGITS]) for start in starts]

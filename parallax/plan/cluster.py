@@ -139,8 +139,8 @@ class Node:
                                bandwidth.
     ``sum_seconds[k − 1]``     seconds of an all-reduce of a few numbers between k devices that have just computed. Each
                                step ends with such an all-reduce.
-    ``exchange_seconds[k − 1]`` seconds of an all-reduce of a few numbers between k devices that compute for a
-                               millisecond between two of them, such as that of a BatchNorm's statistics
+    ``exchange_seconds[k − 1]`` seconds of each all-reduce of a few numbers in a series, such as those of BatchNorm
+                               statistics, between k devices that compute for a millisecond before each
     ``reduce_seconds[k − 1]``  seconds per byte of gradients in an all-reduce between k devices
     """
 

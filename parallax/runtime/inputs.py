@@ -78,7 +78,8 @@ class InputsAhead:
         self._events: list[Event] = []
 
     def begin(self, batch: Rows, parts: Iterable[Part]) -> None:
-        """Start the copies of the first part."""
+        """Start a step, and start to copy the inputs of its first micro-batch to the device. Each call of :meth:`take`
+        starts the copies of the next one."""
         self._batch, self._parts = batch, deque(parts)
         self._start()
 

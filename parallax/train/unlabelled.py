@@ -201,7 +201,8 @@ class UnlabelledTable:
         return None
 
     def _spare_row(self) -> int:
-        """Return the number of a row that can be read."""
+        """Return the number of the first readable row. Its inputs stand in for those of bad rows if all requested
+        rows are bad. Raises :class:`DataError` if no row can be read."""
         if self._spare is None:
             for number in range(len(self)):
                 row = np.array([number])

@@ -43,9 +43,8 @@ class PassWork:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> float:
-    """Return the operations of attention: the product of queries and keys, and the product of scores and values.
-
-    A causal kernel skips half of these operations.
+    """Return the number of operations of attention: of the product of queries and keys, and of the product of scores
+    and values. With a causal mask only half of them are counted, because the kernel skips the others.
     """
     # Dropout, is_causal.
     _, is_causal = rest if len(rest) == 2 else (0.0, named.get("is_causal", False))

@@ -157,11 +157,11 @@ def _refusing(model: nn.Module, record: Callable[[], Partition]) -> Partition:
 
 
 def _with_rows(program: ForwardProgram, layer: str) -> Any:
-    """Return the template of the output of ``layer``, with None in place of tensors without rows, such as position
-    tables.
+    """Return the nested containers that ``layer`` returns, with a placeholder for each tensor that has rows, and None
+    for each tensor without rows, such as a position table.
 
-    ``program``: the program that ends at ``layer``. Raises :class:`ConfigError` unless all other tensors have the rows
-    in the first dimension.
+    ``program``: the program that ends at ``layer``. Raises :class:`ConfigError` if no tensor has rows, or if the rows
+    of a tensor are not in the first dimension.
     """
 
     def tensor_of(part: Any) -> ForwardTensor | None:

@@ -93,8 +93,8 @@ def _with_less(
 def _recomputing(
     profile: ModelProfile, pipeline: Pipeline, mine: Sequence[int], less: float
 ) -> dict[int, StagePlan]:
-    """Return the stages ``mine`` by their index, with more recomputed blocks, until ``less`` bytes of activations are
-    saved.
+    """Return {index: stage} for the stages ``mine``, in which kept blocks are recomputed until activations need
+    ``less`` fewer bytes, or until no block is kept.
 
     The first blocks are recomputed first, because they would keep their activations for the longest time.
     """

@@ -99,7 +99,7 @@ def check_rows(rows: int, microbatch: int | str) -> None:
 
 
 def _check_settings(question: Question) -> None:
-    """Raise :class:`ConfigError` for settings that exclude each other for any model and any devices."""
+    """Raise :class:`ConfigError` for settings that exclude each other, whatever the model and the devices are."""
     config = question.config
     check_rows(question.rows, question.microbatch)
     if config.activations == Directive.OFFLOAD and not question.swap:
@@ -275,7 +275,7 @@ def _remedies(question: Question) -> Iterator[str]:
 
 
 def _excludes(question: Question) -> bool:
-    """Return whether the settings exclude each other for any model and any devices."""
+    """Return whether the settings exclude each other, whatever the model and the devices are."""
     try:
         _check_settings(question)
     except ConfigError:

@@ -179,7 +179,8 @@ class SignalForwarder(Requests):
 
     @contextmanager
     def to(self, server: ForkServer) -> Iterator[None]:
-        """A context in which requests are forwarded to the ranks of ``server``."""
+        """A context in which the first signal that requests the end is forwarded, as SIGTERM, to the ranks that
+        ``server`` has forked."""
         self._server = server
         try:
             yield
