@@ -305,6 +305,7 @@ def plan_run(
     present: Cluster | None = None,
     verified: bool = False,
     accept: Callable[[Chain], None] = lambda chain: None,
+    known: Callable[[Chain, Rows], ModelProfile | None] = lambda chain, batch: None,
     layer: str = "",
 ) -> Planned:
     """Return the plan of ``config`` on this machine or for its catalog cluster.
@@ -315,6 +316,7 @@ def plan_run(
     ``verified``       the plan will be trained, so the chain is compared with its model, and a batch is refused if its
                        loss depends on its division into micro-batches (:mod:`parallax.run.verified`)
     ``accept(chain)``  is called before weights are created, and raises an error for a model that must not be planned
+    ``known(chain, batch)``  returns a profile to use instead of a measurement, or None
     ``layer``          plan the model only up to the output of this module; empty for the whole model
     """
     task = PlanTask(config.task)
@@ -339,7 +341,7 @@ def plan_run(
         microbatch=config.trainer.microbatch,
         gather_loss=config.trainer.gather_loss,
         name=config.model.name,
-        profile=profile,
+        profile=profile or known(chain, batch),
         present=present,
         scratch=scratch,
         task=task,
