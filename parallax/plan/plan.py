@@ -35,6 +35,9 @@ _MOST_BYTES = 8 * 2**20  # of a plan's file: a plan of 40,000 ranks
 
 # Bytes of parameters that are stepped at one time where their states are offloaded.
 STATE_BUCKET_BYTES = 2 * 2**20
+# Bytes of weights of a bucket that is stepped on the device: gradients of two bytes are widened, and new weights
+# broadcast, bucket by bucket.
+UPDATE_BUCKET_BYTES = 32 * 2**20
 
 
 # Terms of a rank's bytes that the allocator of tensors does not contain.
@@ -206,13 +209,20 @@ class Visits(NamedTuple):
     ``micro_batches``  number of micro-batches per visit
     ``again``          the block is visited several times in a step, so offloaded gradients are read back to be summed
     ``backward``       a backward follows, which fetches offloaded parameters again
-    ``continues``      backwards of the next step precede the update, so there is a second set of gradients
+    ``continues``      passes of the next step precede the update, with weights of their own
+    ``accumulates``    backwards of the next step precede the update, so there is a second set of gradients
     """
 
     micro_batches: int = 1
     again: bool = True
     backward: bool = True
     continues: bool = False
+    accumulates: bool = False
+
+    def at(self, start: int) -> Visits:
+        """Return the visits of a stage that begins with the block ``start``. The first stage accumulates no gradients
+        of the next step before the update."""
+        return self if start else self._replace(accumulates=False)
 
 
 EACH_MICRO_BATCH = Visits()
@@ -228,7 +238,8 @@ def visits_of(
     begins, so a visit computes a single micro-batch.
     """
     run = schedule.run_length(micro_batches) if alone else 1
-    return Visits(run, run < micro_batches, task.trains, schedule.continues and task.trains)
+    continues = schedule.continues and task.trains
+    return Visits(run, run < micro_batches, task.trains, continues, continues)
 
 
 def boundaries_held(schedule: Schedule, pipeline_ranks: int, micro_batches: int) -> int:

@@ -74,7 +74,7 @@ def stepped_by(
         optimizer_bytes=optimizer_bytes,
         optimizer_seconds=costs.optimizer_seconds * moved,
         divides=builder.nature.divides,
-        continues=delays and not (costs.master_bytes or once) and "fp16" not in costs.precision,
+        continues=delays and not once and "fp16" not in costs.precision,
         **_exchanged(costs, replicas),
     )
 

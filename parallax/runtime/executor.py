@@ -70,6 +70,7 @@ class RankProgram:
     ``last``          the last forward, backward and weight-gradient pass of each stage, without those of the next step
     ``repeated``      passes that are followed by a pass of the same kind and stage
     ``continues``     whether the list begins the next step
+    ``accumulates``   whether backwards of the next step precede the update
     """
 
     def __init__(self, actions: Sequence[Action]) -> None:
@@ -79,6 +80,7 @@ class RankProgram:
         # Passes of a next step are its first ones.
         ends = {(a.stage, a.kind): a for a in actions if a.kind in COMPUTE and not a.step}
         self.continues = any(action.step for action in actions)
+        self.accumulates = any(a.step and a.kind is Kind.BACKWARD for a in actions)
         self.last = set(ends.values())
         computed = [action for action in actions if action.kind in COMPUTE]
         self.repeated = {
@@ -471,7 +473,10 @@ class Executor:
         del action
         waited = self._training_parts.sync.finish()
         if step.program.updates:
-            self._training_parts.update.announce(self.loss_share, continues=step.program.continues)
+            program = step.program
+            self._training_parts.update.announce(
+                self.loss_share, continues=program.continues, accumulates=program.accumulates
+            )
         return waited
 
     def _update(self, action: Action, step: StepContext) -> float:

@@ -91,6 +91,7 @@ class Update:
         self._norms: list[float] = []  # one for each norm that gradients are clipped by
         self.verdict = StepVerdict()
         self._announced: _Announced | None = None
+        self._zeroes = False  # the gradients after the update
         self.rows = rows
         self._batch: Rows | None = None
         self._numbers: list[float] = []
@@ -99,11 +100,12 @@ class Update:
         """Keep the batch of the step and digest its rows, before anything else reads them."""
         self._batch, self._numbers = batch, self.rows.numbers(batch)
 
-    def announce(self, loss: Tensor, *, continues: bool = False) -> None:
+    def announce(self, loss: Tensor, *, continues: bool = False, accumulates: bool = False) -> None:
         """Begin three sums over all ranks: of ``loss``, which is this rank's part of the loss, of the squares of the
         gradient norm, and of the row digests.
 
-        ``continues``: passes of the next step run before :meth:`run`, so the gradients are copied.
+        ``continues``: the next step has begun when :meth:`run` ends, so :meth:`run` leaves gradients of zero.
+        ``accumulates``: the next step adds to the gradients before :meth:`run`, so those of this step are copied.
         """
         self._optimizer.finish()  # raises an error of the previous step before the all-reduce
         tensors = self._stage.named_tensors() if self._mesh.member == 0 else {}
@@ -125,7 +127,9 @@ class Update:
         if continues:
             losses = self._losses()  # the next step overwrites them
             self._announced.losses = lambda: losses
+        if accumulates:
             self._optimizer.hold_gradients()
+        self._zeroes = continues and not accumulates
 
     def exchange_buffers(self) -> None:
         """Exchange the model's weights with the weights of the next step, without a copy, between passes of the two
@@ -156,6 +160,8 @@ class Update:
         """
         with self._optimizer.held_gradients():
             self._run(step)
+        if self._zeroes:
+            self._optimizer.zero_grad()
 
     def _run(self, step: int) -> None:
         batch, self._batch = self._batch, None

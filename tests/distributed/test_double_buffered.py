@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from parallax.errors import ParallaxError, PlanError
+from parallax.model.precision import PrecisionConfig
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.checkpoint import checkpoint_name
 from parallax.runtime.engine import Engine
@@ -30,12 +33,16 @@ from tests.distributed.test_delayed import (
     with_correction,
 )
 from tests.distributed.test_engine import (
+    SCHEDULE,
     Case,
     make_batch,
+    plain_blocks,
+    plain_loss,
     poisoned,
     with_buffers,
     with_unused,
 )
+from tests.distributed.test_engine import STEPS as PLANNED_STEPS
 from tests.plans import make_plan
 from tests.results import read_metrics
 
@@ -89,6 +96,95 @@ def test_overlapping_steps_are_the_loop_with_two_versions(
     check(pool.run(training, case.world, case, tmp_path, drains), plain(case))
 
 
+@dataclasses.dataclass(frozen=True)
+class Short(Case):
+    """Weights of two bytes, which are stepped as master weights."""
+
+    def precision(self) -> PrecisionConfig:
+        return PrecisionConfig(parameters="bf16", compute="bf16")
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("drains", [(), (0,), (2,), (0, 1, 3)], ids=str)
+@pytest.mark.parametrize("factory", [CASE.factory, with_buffers], ids=["gpt", "buffers"])
+@pytest.mark.parametrize("corrects", [False, True])
+@pytest.mark.parametrize("plan", PLANS)
+def test_weights_of_two_bytes_are_those_of_a_schedule_that_drains(
+    pool: Pool,
+    tmp_path: Path,
+    plan: str,
+    corrects: bool,
+    factory: Callable[[], nn.Module],
+    drains: tuple[int, ...],
+) -> None:
+    case = Short(factory, dtype=torch.bfloat16, optimizer=KINDS["adamw"])
+    case = overlapping(with_correction(case) if corrects else case, plan)
+    draining = case.under(**{**PLANS[plan], **DELAYED})
+    expected = pool.run(training, case.world, draining, tmp_path, range(STEPS))
+    for found, other in zip(pool.run(training, case.world, case, tmp_path, drains), expected):
+        assert found.losses == other.losses
+        assert found.evaluated == other.evaluated
+        for mine, theirs in ((found.model, other.model), (found.newest, other.newest)):
+            assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
+        assert any(not tensor.equal(found.newest[name]) for name, tensor in found.model.items())
+
+
+def plain_masters(case: Case) -> list[float]:
+    """The losses of a loop in plain torch, with weights of two bytes that are rounded from master weights."""
+    blocks, tensors = plain_blocks(case)
+    trained = [t for t in tensors.values() if t.requires_grad]
+    newest = [nn.Parameter(p.detach().float()) for p in trained]
+    config, losses = case.optimizer, list[float]()
+    optimizer = config.create(
+        [
+            {"params": [m for m in newest if (m.dim() > 1) is many], "weight_decay": decay}
+            for many, decay in {True: config.weight_decay, False: 0.0}.items()
+        ]
+    )
+    for step, batch in enumerate(case.batches()):
+        for p in trained:
+            p.grad = None
+        loss = plain_loss(case, blocks, batch)
+        losses.append(loss.item())
+        loss.backward()
+        for p, master in zip(trained, newest):
+            p.data.copy_(
+                master.detach()
+            )  # the next step computes with the weights before this update
+            master.grad = p.grad.float()
+        nn.utils.clip_grad_norm_(newest, config.clip_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = config.lr * SCHEDULE.factor(step, PLANNED_STEPS)
+        optimizer.step()
+    return losses
+
+
+def test_weights_of_two_bytes_are_near_a_loop_with_master_weights(
+    pool: Pool, tmp_path: Path
+) -> None:
+    case = Short(CASE.factory, dtype=torch.bfloat16, optimizer=KINDS["adamw"])
+    case = overlapping(case, "two stages")
+    expected = plain_masters(case)
+    for found in pool.run(training, case.world, case, tmp_path, ()):
+        assert found.losses == pytest.approx(expected, rel=2e-2)
+
+
+def test_the_first_stage_has_one_set_of_gradients(pool: Pool, tmp_path: Path) -> None:
+    case = overlapping(CASE, "three stages")
+    first, *others = pool.run(held_gradients, case.world, case, tmp_path)
+    assert first == 0
+    assert all(others)
+
+
+def held_gradients(case: Case, folder: Path) -> int:
+    """The bytes of gradients that are kept aside while passes of the next step run."""
+    engine = case.engine(folder)
+    steps_of(engine, case.batches())
+    held = engine._optimizer._on_device._held
+    engine.close()
+    return sum(gradient.nbytes for gradient in held.values())
+
+
 @pytest.mark.parametrize(
     "sizes", [(8, 8, 3, 3, 8, 7), (8, 4, 8, 4, 8, 4), (8, 8, 2, 2, 1, 8)], ids=str
 )
@@ -97,6 +193,16 @@ def test_batches_of_other_sizes_drain_the_pipeline(
 ) -> None:
     case = replace(overlapping(CASE, "two stages", factory=with_unused), sizes=sizes)
     check(pool.run(training, case.world, case, tmp_path, ()), plain(case))
+
+
+def test_a_run_with_weights_of_two_bytes_resumes(pool: Pool, tmp_path: Path) -> None:
+    case = Short(CASE.factory, dtype=torch.bfloat16, optimizer=KINDS["adamw"])
+    case = overlapping(with_correction(case), "two stages")
+    expected = pool.run(resuming, 2, case, tmp_path / "whole", 0, STEPS)
+    pool.run(resuming, 2, case, tmp_path, 0, 2)
+    for found, whole in zip(pool.run(resuming, 2, case, tmp_path, 2, STEPS), expected):
+        assert found.losses == whole.losses[2:]
+        assert all(torch.equal(tensor, whole.newest[n]) for n, tensor in found.newest.items())
 
 
 def resuming(case: Case, folder: Path, first: int, last: int) -> Versions:

@@ -342,6 +342,7 @@ def load_stage(
     entering, ahead = given if start > 0 else 0.0, given if inputs_ahead else 0.0
     leaving = costs[-1].output.at(rows) if stop < len(profile.blocks) else 0.0
     sizes = Sizes.of(profile, start, stop)
+    visits = visits.at(start)
     passed = math.ceil(boundaries_held * max(entering, leaving))
     own = 0.0 if boundaries_held else 2 * entering + 2 * leaving
     return StageLoad(

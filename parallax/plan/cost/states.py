@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from parallax.plan.cluster import Device
-from parallax.plan.plan import EACH_MICRO_BATCH, STATE_BUCKET_BYTES, StagePlan, Visits
+from parallax.plan.plan import (
+    EACH_MICRO_BATCH,
+    STATE_BUCKET_BYTES,
+    UPDATE_BUCKET_BYTES,
+    StagePlan,
+    Visits,
+)
 from parallax.plan.profile import ModelProfile
 
 
@@ -44,7 +50,8 @@ class StateLoad:
 
     On the device for the whole run:
 
-    ``parameter_bytes``     parameters
+    ``parameter_bytes``     parameters, and those of two bytes with which the next step computes, if it precedes the
+                            update; in full precision, these are states
     ``gradient_bytes``      gradients
     ``optimizer_bytes``     optimizer states
     ``master_bytes``        full-precision copies of parameters
@@ -54,7 +61,7 @@ class StateLoad:
     On the device for a part of the step:
 
     ``exchange_bytes``      copies of the fragments of weights that are exchanged while local steps run
-    ``staging_bytes``       blocks fetched from the tier
+    ``staging_bytes``       blocks fetched from the tier, and gradients that are widened beside tensors of the next step
     ``summing_bytes``       copies of gradients while replicas sum them; for asynchronous replicas, the sums of all
                             updates that may have begun, and the weights that are being sent
     ``most_staging_bytes``  upper bound on ``staging_bytes`` for all stages of a rank together: the largest of any stage
@@ -182,7 +189,8 @@ def load_states(
     these are sharded. It is not known which parameters are offloaded, so the bytes on the device and in the tier are
     both upper bounds.
     """
-    per_byte, sets = profile.optimizer_bytes + profile.master_bytes, 1 + visits.continues
+    per_byte, sets = profile.optimizer_bytes + profile.master_bytes, 1 + visits.accumulates
+    following, widened = _following_bytes(profile, sizes, visits)
     states = math.ceil(sizes.trained * per_byte)
     lower = math.floor(states * offload.optimizer)
     together, largest = profile.summing(replicas), sizes.parameter * per_byte
@@ -203,13 +211,13 @@ def load_states(
     here = (sizes.trained - stepped) * _step_share(profile, upper / max(1, states - lower))
     streaming = device.read.seconds((1 + visits.backward) * streamed) + device.write.seconds(gone)
     return StateLoad(
-        parameter_bytes=sizes.parameters - streamed,
+        parameter_bytes=sizes.parameters - streamed + following,
         gradient_bytes=sets * math.ceil(sizes.trained * profile.gradient_bytes) - surely_gone,
         optimizer_bytes=optimizer,
         master_bytes=upper - optimizer,
         exchange_bytes=_exchange_bytes(profile, sizes.trained - stepped * steps),
-        staging_bytes=visiting + min(lower, fetched),
-        most_staging_bytes=window + fetched,
+        staging_bytes=visiting + min(lower, fetched) + widened,
+        most_staging_bytes=window + fetched + widened,
         summing_bytes=_summing_bytes(profile, sizes, gone, bucket, split=split)
         + _owner_bytes(profile, sizes, device, replicas),
         most_summing_bytes=math.inf if split or profile.staleness else 2 * bucket,
@@ -222,6 +230,16 @@ def load_states(
         update_seconds=_update_seconds(profile, device, here, stepped, moving),
         ahead_seconds=_ahead_seconds(profile, device, stepped, stepped - moving),
     )
+
+
+def _following_bytes(profile: ModelProfile, sizes: Sizes, visits: Visits) -> tuple[int, int]:
+    """Return the bytes of weights of two bytes with which the next step computes, and of the gradients that an update
+    widens at a time, while tensors of the next step are on the device. Both are 0 if no pass precedes the update, or in
+    full precision."""
+    if not (visits.continues and profile.master_bytes):
+        return 0, 0
+    bucket = max(UPDATE_BUCKET_BYTES, 0 if profile.divides else sizes.parameter)
+    return sizes.trained, math.ceil(min(sizes.trained, bucket) * profile.master_bytes)
 
 
 def _copied_bytes(profile: ModelProfile, sizes: Sizes, moving: float, stepped: float) -> int:

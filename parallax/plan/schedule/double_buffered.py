@@ -20,7 +20,8 @@ DOUBLE_BUFFERED = Schedule(
 
 A forward of the next step comes before the update of this step. So the schedule needs updates that are delayed by one
 step, with two versions of the weights on every stage, however many stages there are. Stage ``i`` computes ``i``
-backwards of the next step before it knows the gradient norm of this step, so it needs a second set of gradients.
+backwards of the next step before it knows the gradient norm of this step, so every stage but the first one needs a
+second set of gradients.
 
 Source: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training", section 3.1.
 """

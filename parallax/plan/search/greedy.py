@@ -19,7 +19,7 @@ from parallax.plan.config import AUTO
 from parallax.plan.cost.collective import exchange_seconds
 from parallax.plan.cost.stage import passing_bytes, rank_gaps, rank_memory
 from parallax.plan.cost.states import OffloadFractions, Sizes, StateLoad
-from parallax.plan.plan import Directive, StagePlan
+from parallax.plan.plan import Directive, StagePlan, Visits
 from parallax.plan.schedule import Schedule
 from parallax.plan.schedule.gpipe import GPIPE
 from parallax.plan.schedule.one_forward import ONE_FORWARD_ONE_BACKWARD as PLAIN
@@ -92,7 +92,8 @@ class GreedySearch:
         self._chain = BlockChain.of(request.profile)
         self._fitters: dict[tuple[object, ...], GreedyStages] = {}
         self._stated: dict[
-            tuple[object, ...], dict[Sizes, list[tuple[OffloadFractions, StateLoad, float]]]
+            tuple[object, ...],
+            dict[tuple[Sizes, Visits], list[tuple[OffloadFractions, StateLoad, float]]],
         ] = {}
         self._known_in_flight: dict[tuple[Schedule, int, int, int], list[int]] = {}
 

@@ -216,7 +216,7 @@ class GreedyStages:
         *,
         allowed: Sequence[Directive],
         host_states: Sequence[OffloadFractions],
-        stated: dict[Sizes, list[_States]],
+        stated: dict[tuple[Sizes, Visits], list[_States]],
     ) -> None:
         self._profile, self._chain, self._kind = profile, chain, kind
         self._device, self._stated = kind.device, stated
@@ -321,12 +321,14 @@ class GreedyStages:
 
     def _states(self, parts: tuple[Part, ...]) -> list[_States]:
         """Return the costs of parameters, gradients and optimizer states for each fraction of offloaded states."""
-        sizes = self._sizes(parts)
-        if sizes not in self._stated:
-            self._stated[sizes] = [self._load(sizes, offload) for offload in self._host_states]
-        return self._stated[sizes]
+        key = sizes, visits = self._sizes(parts), self._kind.visits.at(parts[0][0])
+        if key not in self._stated:
+            self._stated[key] = [
+                self._load(sizes, visits, offload) for offload in self._host_states
+            ]
+        return self._stated[key]
 
-    def _load(self, sizes: Sizes, offload: OffloadFractions) -> _States:
+    def _load(self, sizes: Sizes, visits: Visits, offload: OffloadFractions) -> _States:
         kind = self._kind
         states = load_states(
             self._profile,
@@ -335,7 +337,7 @@ class GreedyStages:
             offload,
             kind.replicas,
             split=kind.split,
-            visits=kind.visits,
+            visits=visits,
         )
         sent = (
             broadcast_seconds(sizes.trained, self._kind.replicas, self._kind.link)

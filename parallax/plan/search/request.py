@@ -165,8 +165,7 @@ class Request:
         if config.schedule == DOUBLE_BUFFERED.name and not self.profile.continues:
             raise ConfigError(
                 f"plan.schedule={config.schedule}: a step begins before the update of the last one, which needs "
-                "trainer.updates=delayed, weights in fp32, and a loss that is not scaled; use these, or "
-                "plan.schedule=1f1b"
+                "trainer.updates=delayed, and a loss that is not scaled; use these, or plan.schedule=1f1b"
             )
         splits = config.schedule != AUTO and any(schedule.splits for schedule in requested)
         if splits and self.task.trains and not self._weight_share:

@@ -22,7 +22,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from parallax.model.private import copy_to_each
+from parallax.model.private import copy_to_each, same_versions
+from parallax.plan.plan import UPDATE_BUCKET_BYTES
 from parallax.runtime.optim.scaling import GradientCorrection
 from parallax.swap.optimizer.buckets import (
     CLIP_GROUP,
@@ -33,12 +34,14 @@ from parallax.swap.optimizer.buckets import (
     settings_of,
 )
 from parallax.swap.optimizer.counters import GroupCounters, as_tensors
-from parallax.swap.optimizer.delaying import exchange_buffers, mirrored, swap_buffers
+from parallax.swap.optimizer.delaying import (
+    exchange_buffers,
+    mirrored,
+    swap_buffers,
+    weights_after,
+)
 from parallax.swap.optimizer.host import Exchange, owner_of, owns
-from parallax.swap.weights import ResidentWeights, aligned_runs, stepped_in
-
-# Bytes of weights of a bucket: gradients are widened, and new weights broadcast, bucket by bucket.
-UPDATE_BUCKET_BYTES = 32 * 2**20
+from parallax.swap.weights import ResidentWeights, aligned_runs, part_of, stepped_in
 
 
 class DeviceOptimizer:
@@ -57,9 +60,12 @@ class DeviceOptimizer:
         divides: bool = True,
         overlaps: bool = False,
     ) -> None:
-        if overlaps:
+        short = any(_is_short(parameter) for parameter in parameters)
+        if overlaps and not short:
             swap_buffers(optimizer)
         self._overlaps = overlaps
+        # Weights of two bytes with which the next step computes.
+        self._following: dict[nn.Parameter, Tensor] = {}
         self.optimizer = optimizer
         self._parameters, self._exchange = parameters, exchange
         self._rates, self._counters = GroupRates(optimizer), GroupCounters(optimizer)
@@ -68,7 +74,7 @@ class DeviceOptimizer:
         ] = {}  # gradients of a step that the next one overlaps
         self._holds: tuple[nn.Parameter, ...] | None = None
         self._buckets: list[Bucket] = []
-        if exchange is not None or any(_is_short(parameter) for parameter in parameters):
+        if exchange is not None or short:
             groups = {
                 p: index
                 for index, group in enumerate(optimizer.param_groups)
@@ -117,7 +123,24 @@ class DeviceOptimizer:
     def exchange_buffers(self) -> None:
         """Exchange the model's weights with the weights of the next training step, without a copy. A second call undoes
         the exchange."""
+        if not self._following:
+            self._round_following()  # after a resume
+        self._exchange_following()
         exchange_buffers(self.optimizer)
+
+    def _exchange_following(self) -> None:
+        for parameter, weights in self._following.items():
+            parameter.data, self._following[parameter] = weights, parameter.data
+
+    def _round_following(self) -> None:
+        """Round the weights with which the next step computes, if they are stepped as master weights."""
+        for bucket in self._buckets:
+            for index, segment in enumerate(bucket.segments):
+                parameter, weights = segment.parameter, weights_after(bucket.states(index))
+                if weights is not None:
+                    if parameter not in self._following:
+                        self._following[parameter] = torch.empty_like(parameter).detach()
+                    part_of(self._following[parameter], segment).copy_(weights)
 
     def set_factor(self, factor: float) -> None:
         """Set the factor by which the next step multiplies all learning rates."""
@@ -140,7 +163,7 @@ class DeviceOptimizer:
         settings = [
             settings_of(self.optimizer, index) for index in range(len(self.optimizer.param_groups))
         ]
-        with torch.no_grad():
+        with torch.no_grad(), same_versions(self._parameters if self._overlaps else ()):
             for bucket in self._buckets:
                 if self.owns(bucket.segments[0].parameter):
                     bucket.step(settings, of_buckets)
@@ -149,6 +172,10 @@ class DeviceOptimizer:
                     self._exchange.broadcast(
                         bucket.segments[0].parameter, bucket.weights.exchange_tensors()
                     )
+            if self._overlaps and corrections:
+                # Passes of the next step have used the memory of its weights, so the model takes it over.
+                self._exchange_following()
+                self._round_following()
 
     def _correct(self, corrections: Sequence[GradientCorrection]) -> None:
         if len(corrections) == 1:
@@ -195,7 +222,7 @@ class DeviceOptimizer:
     def reset(self) -> None:
         """Drop all optimizer states. The caller then sets new weights and states."""
         self.optimizer.state.clear()
-        self._held, self._holds = {}, None
+        self._held, self._holds, self._following = {}, None, {}
         self._counters.reset()
         for bucket in self._buckets:
             bucket.reset()

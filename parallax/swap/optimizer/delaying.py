@@ -16,7 +16,7 @@ optimizer. It needs ``w(t−1)`` as one more state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -131,6 +131,15 @@ def mirrored(parameter: Tensor, states: dict[str, Any], *, overlaps: bool) -> di
         return states
     rest = {key: value for key, value in states.items() if key != old}
     return {**rest, new: torch.lerp(states[old], parameter.detach().to(states[old]), 2.0)}
+
+
+def weights_after(states: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the weights with which the next step computes, in full precision; None if they are those of this step, as
+    before a parameter's first step."""
+    newest = states.get(VERSION)
+    if newest is None or PREVIOUS not in states:
+        return newest
+    return torch.lerp(newest, states[PREVIOUS], -1.0)
 
 
 def _step_between_passes(optimizer: Any, step: Callable[[Any], None], corrects: bool) -> None:

@@ -9,9 +9,10 @@ import pytest
 from parallax.errors import ConfigError
 from parallax.plan.config import PlanConfig
 from parallax.plan.cost.forward import forward_plan
+from parallax.plan.cost.stage import load_stage
 from parallax.plan.cost.states import Sizes, load_states
 from parallax.plan.lists import actions, task_actions
-from parallax.plan.plan import Plan, Visits
+from parallax.plan.plan import Directive, Plan, Visits
 from parallax.plan.schedule import Kind
 from parallax.plan.schedule.action import COMPUTE
 from parallax.plan.search.search import search
@@ -106,7 +107,8 @@ def test_a_plan_that_overlaps_steps_has_a_plan_of_its_forwards() -> None:
 
 
 def test_a_second_set_of_gradients_may_not_fit() -> None:
-    """The two stages hold weights, gradients and two states of 2,000 bytes each, and activations."""
+    """Each stage holds weights, gradients and two states of 2,000 bytes each, and activations; the last one holds
+    gradients twice."""
     assert planned(continues=True, memory=10_500).schedule.name == "2bw"
     assert planned(continues=True, memory=9_000).schedule.name != "2bw"
 
@@ -118,11 +120,22 @@ def test_other_updates_are_refused_with_a_way_out() -> None:
         planned(continues=False, schedule="2bw")
 
 
-def test_a_stage_has_two_sets_of_gradients() -> None:
+def test_all_stages_but_the_first_have_two_sets_of_gradients() -> None:
+    found = profile([block(parameter_bytes=1000)] * 2, continues=True)
+    visits = pipeline(stages([0, 1, 2]), schedule="2bw", rows=4, micro=4).visits(0)
+    loads = [
+        load_stage(found, start, [Directive.KEEP], 1, device=cluster(1).devices[0], visits=visits)
+        for start in (0, 1)
+    ]
+    first, second = (load.states.gradient_bytes for load in loads)
+    assert second == 2 * first
+
+
+def test_weights_of_two_bytes_have_a_second_buffer() -> None:
     found = profile([block(parameter_bytes=1000)])
     sizes, device = Sizes.of(found, 0, 1), cluster(1).devices[0]
-    one, two = (
-        load_states(found, sizes, device, visits=Visits(continues=continues)).gradient_bytes
-        for continues in (False, True)
-    )
-    assert two == 2 * one
+    for masters, buffers in ((0.0, 1), (2.0, 2)):
+        wide = replace(found, master_bytes=masters)
+        load = load_states(wide, sizes, device, visits=Visits(continues=True))
+        assert load.parameter_bytes == 1000 * buffers
+        assert load.staging_bytes == 1000 * masters  # gradients in full precision
