@@ -44,15 +44,15 @@ def gather_object(value: object) -> list[Any]:
     return _all_read(found, lengths)
 
 
-def broadcast_object(value: object) -> Any:
-    """Return rank 0's value on every rank. Collective over all ranks."""
-    rank = dist.get_rank()
+def broadcast_object(value: object, group: dist.ProcessGroup | None = None) -> Any:
+    """Return the value of the first rank of ``group`` (default: all ranks) on every rank of it. Collective."""
+    rank = dist.get_rank(group)
     data = write_object(value) if rank == 0 else b""
     size = torch.tensor([len(data)], dtype=torch.int64)
-    dist.broadcast(size, 0)
+    dist.broadcast(size, group=group, group_src=0)
     length = _checked(int(size), 0)
     held = torch.frombuffer(bytearray(data or length), dtype=torch.uint8)
-    dist.broadcast(held, 0)
+    dist.broadcast(held, group=group, group_src=0)
     return value if rank == 0 else read_object(held.numpy().tobytes(), 0)
 
 

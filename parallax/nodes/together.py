@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -11,11 +12,28 @@ from parallax.errors import ParallaxError
 from parallax.nodes.objects import all_gather_object, broadcast_object
 
 _Found = TypeVar("_Found")
+_Group = dist.ProcessGroup | None
+_groups: list[_Group] = []
+"""The groups of the contexts :func:`among` that this process is in, the innermost last."""
+
+
+@contextmanager
+def among(group: _Group) -> Iterator[None]:
+    """A context in which the functions of this module are collective over ``group`` instead of all ranks, and ranks
+    count within the group. None is the group of this rank alone."""
+    _groups.append(group)
+    try:
+        yield
+    finally:
+        _groups.pop()
 
 
 def rank_and_size() -> tuple[int, int]:
     """Return this process's rank and the number of ranks; (0, 1) if torch.distributed is not initialised."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    group = _groups[-1] if _groups else None
+    if not dist.is_initialized() or (_groups and group is None):
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
 
 
 def all_gather_result(call: Callable[[], _Found]) -> list[_Found]:
@@ -25,7 +43,8 @@ def all_gather_result(call: Callable[[], _Found]) -> list[_Found]:
     Other exceptions are not shared. Results must be supported by :mod:`parallax.nodes.objects`.
     """
     mine = _tried(call)
-    outcomes = all_gather_object(mine) if rank_and_size()[1] > 1 else [mine]
+    several = rank_and_size()[1] > 1
+    outcomes = all_gather_object(mine, _groups[-1] if _groups else None) if several else [mine]
     return [_found(each) for each in outcomes]
 
 
@@ -34,7 +53,8 @@ def broadcast_result(call: Callable[[], _Found]) -> _Found:
     rank raises that error. Collective over all ranks."""
     rank, size = rank_and_size()
     mine: Any = _tried(call) if rank == 0 else None
-    found: _Found = _found(broadcast_object(mine) if size > 1 else mine)
+    group = _groups[-1] if _groups else None
+    found: _Found = _found(broadcast_object(mine, group) if size > 1 else mine)
     return found
 
 

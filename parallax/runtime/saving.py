@@ -169,7 +169,7 @@ class Saving:
         except ParallaxError:
             writer.cancel()
             thread.shutdown()
-            self._mesh.barrier()
+            all_gather_result(lambda: None)  # all ranks have stopped writing
             if groups.leads:
                 checkpoint.remove_partial(directory)
             raise
