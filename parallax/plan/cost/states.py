@@ -372,13 +372,14 @@ def _summing_bytes(
 
 def _owner_bytes(profile: ModelProfile, sizes: Sizes, device: Device, replicas: int) -> int:
     """Return the additional device bytes of the owner of the state that asynchronous replicas share: a sum of gradients
-    for each update that may have begun, which is one more than the staleness, and a copy of the weights.
+    for each update that may have begun, which is one more than the staleness, the gradients that it is receiving from
+    each other replica, and a copy of the weights.
 
-    The result is 0 for accelerators, because these bytes are then in host memory.
+    The result is 0 for accelerators, because these bytes are then in host memory, which is not counted.
     """
     if not profile.staleness or replicas == 1 or device.kind != "cpu":
         return 0
-    copies = (profile.staleness + 1) * profile.gradient_bytes + 1
+    copies = (profile.staleness + replicas) * profile.gradient_bytes + 1
     return math.ceil(copies * sizes.trained)
 
 

@@ -53,6 +53,6 @@ def test_the_owner_holds_sums_of_gradients_and_weights_to_send() -> None:
     for staleness in (1, 4):
         plan, _ = search(model(staleness), machines, config, global_batch=2)
         summing = [each.prediction.stages[0].memory["summing"] for each in (plan, exact)]
-        assert summing[0] - summing[1] == 4000 * (staleness + 1 + 1)
+        assert summing[0] - summing[1] == 4000 * (staleness + 2 + 1)
     alone, _ = search(model(4), machines, PlanConfig(stages=2), global_batch=2)
     assert alone.prediction.stages[0].memory["summing"] == 0
