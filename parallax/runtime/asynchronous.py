@@ -7,8 +7,8 @@ and meet at its end: no more shares are handed out, and every replica takes the 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,12 +49,14 @@ class Interval:
     ``ends()``                 returns whether this rank requests an early meeting
     ``report(step, figures)``  is called after each update on the owner of the first stage, with the number of completed
                                updates. Other ranks do not wait for it.
+    ``outlives``               whether :meth:`AsynchronousSteps.lose` is called for a rank whose process ends
     """
 
     stop: int
     fetch: Callable[[], Rows | None]
     ends: Callable[[], bool]
     report: Callable[[int, StepResult], None]
+    outlives: bool = False
 
     @classmethod
     def of_one_step(cls, step: int) -> Interval:
@@ -135,19 +137,35 @@ class AsynchronousSteps:
         """Bytes of gradients or weights that this rank has sent."""
         return self._exchange.sent_bytes
 
+    @property
+    def lost(self) -> bool:
+        """Whether a replica was lost in the last interval, so that the ranks cannot meet any more."""
+        return self._exchange.lost
+
+    def lose(self, rank: int) -> Collection[int]:
+        """Continue the interval without the replica of ``rank``, whose process has ended. Return the ranks of this
+        replica; none if this is not possible. Another thread calls this method, on rank 0."""
+        plan = self._mesh.plan
+        replica = plan.coordinate(rank).replica
+        if not self._exchange.lose(replica):
+            return ()
+        return [plan.ranks(stage)[replica] for stage in range(plan.pipeline_ranks)]
+
     def train(
         self, start: int, batch: Rows, interval: Interval, compute: Compute
     ) -> list[UpdateFigures]:
         """Make the updates of ``interval``, the first with the index ``start`` and the rows ``batch``. Return their
         figures, which are equal on all ranks except for the spans. All ranks call this method.
 
-        Raises :class:`NonFiniteError` on all ranks for an update that is not finite and may not be skipped.
+        Raises :class:`NonFiniteError` on all ranks for an update that is not finite and may not be skipped. If a
+        replica was :attr:`lost`, only the owners return: the figures, or nothing after such an update.
         """
         self._interval, self._began, self._done = interval, time.perf_counter(), []
-        batches = _Batches(start, batch, interval.fetch)
+        kept = self._mesh.plan.staleness + 1 if self._mesh.owns_state else 1
+        batches = _Batches(start, batch, interval.fetch, kept)
         spans: dict[int, list[Span]] = {}
         exchange = self._exchange
-        exchange.begin(start, interval.stop)
+        exchange.begin(start, interval.stop, outlives=interval.outlives)
         while (share := exchange.next_share(ends=interval.ends())) is not None:
             rows = batches.of(share.update)
             if rows is None:
@@ -157,8 +175,10 @@ class AsynchronousSteps:
             exchange.give(share, loss)
             spans.setdefault(share.update, []).extend(found)
         self.uses = exchange.end()
-        done = self._meet()
-        batches.of(start + len(done) - 1)  # so that all ranks are at the same position in the data
+        done = self._done if self.lost else self._meet()
+        if self.lost and done[-1].refusal:
+            return []
+        batches.fetch_to(start + len(done) - 1)  # all ranks are at the same position in the data
         for index, each in enumerate(done):
             each.spans = spans.get(start + index, [])
             if each.refusal:
@@ -235,14 +255,23 @@ class AsynchronousSteps:
 
 
 class _Batches:
-    """The batches of an interval. All ranks fetch the same batches in the same order."""
+    """The batches of an interval, of which the last ``kept`` are in memory. All ranks fetch the same batches in one
+    order."""
 
-    def __init__(self, start: int, first: Rows, fetch: Callable[[], Rows | None]) -> None:
+    def __init__(
+        self, start: int, first: Rows, fetch: Callable[[], Rows | None], kept: int
+    ) -> None:
         self._place, self._fetch = start, fetch
-        self._last: Rows | None = first
+        self._last: deque[Rows | None] = deque([first], kept)
 
     def of(self, update: int) -> Rows | None:
-        """Return the batch of ``update``; None if the rows have ended. ``update`` never decreases between calls."""
-        while self._last is not None and self._place < update:
-            self._last, self._place = self._fetch(), self._place + 1
-        return self._last
+        """Return the batch of ``update``, which is one of the last ``kept`` or a later one; None if the rows have
+        ended before it."""
+        self.fetch_to(update)
+        return self._last[update - self._place - 1] if update <= self._place else None
+
+    def fetch_to(self, update: int) -> None:
+        """Fetch the batches up to that of ``update``, or up to the last one of all rows."""
+        while self._last[-1] is not None and self._place < update:
+            self._last.append(self._fetch())
+            self._place += 1

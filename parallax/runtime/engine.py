@@ -295,6 +295,17 @@ class Engine:
         return {} if self._shares is None else self._shares.staleness
 
     @property
+    def lost(self) -> bool:
+        """Whether a replica was lost in the last :meth:`steps`. The owners of states may save, within
+        :func:`parallax.nodes.together.among` their ``mesh.pipeline``, and nothing else."""
+        return self._shares is not None and self._shares.lost
+
+    def lose(self, rank: int) -> Collection[int]:
+        """Continue :meth:`steps` without the replica of ``rank``, whose process has ended, and return the ranks of this
+        replica. Return no ranks if all ranks are needed. A watchdog thread of rank 0 calls this method."""
+        return () if self._shares is None else self._shares.lose(rank)
+
+    @property
     def synced_bytes(self) -> int:
         """Bytes that this rank has sent since the engine was built: weights for the means of its replicas, or the
         gradients or weights of asynchronous replicas."""
@@ -403,7 +414,7 @@ class Engine:
         rows = self._update.rows
         rows.check(agreed_sum(self.mesh, *rows.numbers(batch)), f"the batch of step {self._step}")
         done = self._shares.train(self._step, batch, interval, self._compute)
-        if self._stage.norms.statistics_differ:
+        if self._stage.norms.statistics_differ and not self.lost:
             self._stage.norms.average_statistics()
         self._step += len(done)
         seconds, swapped = time.perf_counter() - start, self._take_statistics()

@@ -19,6 +19,7 @@ from parallax.errors import (
     check_count,
     check_positive,
 )
+from parallax.nodes.together import among
 from parallax.plan.profile import Utilization
 from parallax.plan.tier import AUTO
 from parallax.plan.updates import Updates
@@ -337,8 +338,7 @@ class _Run:
                     self._end_of_rows(logger)
                     break
                 self._callbacks.call("on_step_start")
-                with self._recording.step(), self._saves.saved_before(logger):
-                    results = self._engine.steps(batch, self._interval(logger), following)
+                results = self._steps(logger, batch, following, events)
                 for result in map(self._nodes.on_common_clock, results):
                     self._add(result, events)
                 self._report_missed(logger, results)
@@ -358,6 +358,39 @@ class _Run:
                 logger.close_loggers()
         with phase("writing the report"):
             return self._end()
+
+    def _steps(
+        self, logger: RankZeroLogger, batch: Rows, following: Rows | None, events: EventLog
+    ) -> list[StepResult]:
+        """Run one step, or those of asynchronous replicas until the next meeting, and return their results. The process
+        ends if a replica was lost meanwhile."""
+        with (
+            self._recording.step(),
+            self._saves.saved_before(logger),
+            self._watchdog.outliving(self._engine.lose),
+        ):
+            results = self._engine.steps(batch, self._interval(logger), following)
+            if self._engine.lost:
+                self._end_after_loss(logger, results, events)
+        return results
+
+    def _end_after_loss(
+        self, logger: RankZeroLogger, results: Sequence[StepResult], events: EventLog
+    ) -> None:
+        """Save the weights after the updates ``results``, which the ranks have made without a lost replica, and end all
+        ranks. The launcher starts them again from there. Only the ranks of the first replica call this method, because
+        only they have states. An evaluation of this step is left to the next start."""
+        step, trainer = self._engine.completed_steps, self._trainer
+        for result in map(self._nodes.on_common_clock, results):
+            self._add(result, events)
+        if results:
+            self._report_missed(logger, results)
+            self._report_alone(logger, step, results[-1])
+            self._unfinished |= step == trainer.steps or self._due(trainer.eval_every, step)
+            with among(self._mesh.pipeline), self._watchdog.phase("saving a checkpoint"):
+                metrics = finite({"loss": results[-1].loss})
+                self._saves.save(logger, self._state(), metrics, last=True)
+        self._watchdog.end_after_loss(f"the other replicas continued to step {step}")
 
     def _add(self, result: StepResult, events: EventLog) -> None:
         self._health.stepped(result)
@@ -382,14 +415,20 @@ class _Run:
             with self._watchdog.phase("fetching rows"):
                 return self._rows_end.fetch_alone(lambda: self._health.fetch(self._fetch))
 
-        reached = list[tuple[int, StepResult]]()
+        reached, losses = list[tuple[int, StepResult]](), list[str]()
 
         def report(step: int, result: StepResult) -> None:
+            if self._watchdog.loss and not losses:
+                losses.append(self._watchdog.loss)
+                logger.note(f"step {step}: {losses[0]}; the other replicas continue to step {stop}")
             reached.append((step, result))
             if len(reached) > 1:  # the last update is reported where all ranks meet
                 self._report_alone(logger, *reached.pop(0))
 
-        return Interval(stop, fetch, lambda: any(self._stopping.columns().values()), report)
+        def asks() -> bool:
+            return any(self._stopping.columns().values())
+
+        return Interval(stop, fetch, asks, report, self._watchdog.outlives)
 
     def _report_missed(self, logger: RankZeroLogger, results: Sequence[StepResult]) -> None:
         """Report the updates of asynchronous replicas that were made on another rank than rank 0."""

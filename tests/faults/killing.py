@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from parallax import TensorRows
 from parallax.runtime.checkpoint import writing
+from parallax.runtime.replicas.asynchronous import _Links
 from tests.faults.failing import HOW, SEEN_SECONDS, Passed
 
 SETTINGS = [
@@ -31,8 +32,9 @@ SETTINGS = [
     "logger=none",
 ]
 Kill = tuple[int, int, str]
-"""On which rank, in which step (from 0), in which action: init, load, forward, backward, update, save; swap_out and
-swap_in of a tier on a disk, and write, of the first file of a checkpoint, from that step on."""
+"""On which rank, in which step (from 0), in which action: init, load, forward, backward, update, save; from that step
+on: swap_out and swap_in of a tier on a disk, write, of the first file of a checkpoint, share, a forward, and gradients,
+between those that an asynchronous replica sends."""
 
 
 def kill_at(*kills: Kill, how: str = "is_killed") -> list[str]:
@@ -63,6 +65,8 @@ class Fault:
             "write",
             "swap_out",
             "swap_in",
+            "share",
+            "gradients",
         ):  # beside steps, some of which may do without
             return self.step <= _Now.step
         return self.action in ("init", "load") or self.step == _Now.step
@@ -131,6 +135,7 @@ class Block(nn.Linear):
         if not self.training:
             return super().forward(x)
         reached("forward")
+        reached("share")
         found: Tensor = Passed.apply(super().forward(x), lambda: reached("backward"))
         return found
 
@@ -143,12 +148,22 @@ def _reaching(action: str, call: Callable[..., Any]) -> Callable[..., Any]:
     return killed
 
 
+def _sending(plain: Callable[..., None]) -> Callable[..., None]:
+    def send(links: _Links, gradients: Sequence[Tensor]) -> None:
+        plain(links, gradients[:1])
+        reached("gradients")
+        plain(links, gradients[1:])
+
+    return send
+
+
 def build(kills: Sequence[Sequence[Any]]) -> nn.Module:
     """Two blocks for each of two ranks."""
     if "RANK" in os.environ and not _Now.faults:
         _Now.faults = [Fault(number, *kill) for number, kill in enumerate(kills)]
         register_optimizer_step_pre_hook(lambda *_: reached("update"))
         writing.write_file = _reaching("write", writing.write_file)
+        _Links.send_gradients = _sending(_Links.send_gradients)  # type: ignore[method-assign]
         os.pwrite, os.preadv = _reaching("swap_out", os.pwrite), _reaching("swap_in", os.preadv)
         reached("init")
     return nn.Sequential(nn.Embedding(256, 8), Block(8, 8), Block(8, 8), nn.Linear(8, 256))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 from collections.abc import Callable
@@ -63,6 +64,66 @@ def test_a_replica_is_killed(here: Path, rank: int) -> None:
     assert max(map(int, summary["staleness"])) <= 2
     steps = [each["step"] for each in read_metrics(run / "metrics.jsonl") if "loss" in each]
     assert steps == [*range(1, 601)]
+    assert running(here) == []
+    assert temporary() == []
+
+
+def losses(run: Path) -> dict[int, tuple[float, float]]:
+    """The loss and the gradient norm of each step, which was reported once, in order."""
+    metrics = [each for each in read_metrics(run / "metrics.jsonl") if "loss" in each]
+    assert [each["step"] for each in metrics] == [*range(1, len(metrics) + 1)]
+    return {each["step"]: (each["loss"], each["gradient_norm"]) for each in metrics}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("replicas", "rank", "place", "steps"),
+    [
+        ((3,), 2, "share", 130),
+        ((3,), 1, "gradients", 130),
+        ((2, 2), 3, "share", 130),
+        ((3,), 2, "gradients", 60),
+    ],
+    ids=str,
+)
+def test_the_others_continue_to_the_next_meeting(
+    here: Path, called: Called, replicas: tuple[int, ...], rank: int, place: str, steps: int
+) -> None:
+    """Weights stay as they are, so each update has the loss and the norm of its whole batch, if it has each share
+    once."""
+    settings = f"trainer.steps={steps}", "trainer.checkpoint_every=0", "optimizer.lr=1e-30"
+    run = prepared(
+        *kill_at((rank, 30, place)),
+        *RULE,
+        *settings,
+        "trainer.max_restarts=1",
+        name="killed",
+        replicas=replicas,
+        plan=lambda plan: replace(plan, staleness=2),
+    )
+    code, out, err = called("train", "--run-dir", str(run))
+    assert code == 0, err
+    meeting = min(steps, 100)
+    lost = re.search(rf"step (\d+): rank {rank} .* continue to step {meeting}$", out, re.MULTILINE)
+    assert lost, out
+    assert int(lost[1]) < meeting
+    assert f"rank {rank} " in err
+    assert "was killed by SIGKILL" in err
+    assert f"the other replicas continued to step {meeting}; starting again from step-" in err
+    assert f"starting again from step-{meeting:08d}" in err
+    assert len(err.splitlines()) == 1
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["ended"], summary["steps"], summary["restarts"]) == ("steps", steps, 1)
+    assert summary["lost_steps"] == 0
+    evaluated = [e["step"] for e in read_metrics(run / "metrics.jsonl") if "validation_loss" in e]
+    assert evaluated == [steps]
+    plain = prepared(*kill_at(), *settings, name="plain", replicas=(1,))
+    code, _, err = called("train", "--run-dir", str(plain))
+    assert code == 0, err
+    found, expected = losses(run), losses(plain)
+    assert found.keys() == expected.keys()
+    for step, figures in expected.items():
+        assert found[step] == pytest.approx(figures, rel=1e-4)
     assert running(here) == []
     assert temporary() == []
 

@@ -15,7 +15,7 @@ LINES = [
 
 
 def test_every_fault_is_there_once() -> None:
-    assert [int(number) for number, *_ in LINES] == list(range(1, 27))
+    assert [int(number) for number, *_ in LINES] == list(range(1, 28))
     assert all(len(cells) == 4 for cells in LINES)
 
 

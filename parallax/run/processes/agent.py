@@ -93,7 +93,7 @@ class Agent:
                 heartbeats = Heartbeats(report.parent, self.ranks, forwarder)
                 try:
                     server.fork([*self._environments(restarts.counted, folder, report)])
-                    codes = server.wait(heartbeats.have_stopped)
+                    codes = server.wait(heartbeats.have_stopped, outlived=heartbeats.is_outlived)
                 except ServerLost as lost:
                     failure = Failure.of_server(lost.code, heartbeats.report)
                 else:

@@ -99,17 +99,18 @@ class ForkServer:
         self,
         given_up: Callable[[], bool] = lambda: False,
         ending_seconds: float = ENDING_SECONDS,
+        outlived: Callable[[int], bool] = lambda rank: False,
     ) -> dict[int, int]:
         """Wait until all ranks have ended. Return a mapping from rank to exit code, in the order in which the ranks
-        ended. When one rank has failed, the others should end by themselves. Ranks that have not ended
-        ``ending_seconds`` after the failure are killed, and omitted from the result. ``given_up()`` is called about
-        every second. When it returns True, all ranks are killed, and the killed ranks are omitted. Raises
+        ended. When one rank has failed, the others should end by themselves, unless ``outlived(rank)``. Ranks that have
+        not ended ``ending_seconds`` after the failure are killed, and omitted from the result. ``given_up()`` is called
+        about every second. When it returns True, all ranks are killed, and the killed ranks are omitted. Raises
         :class:`ServerLost` if the fork server has ended."""
         deadline, over = float("inf"), False
         while self._living and time.monotonic() < deadline and not over:
             self._receive_next(min(deadline - time.monotonic(), _CHECK_SECONDS))
-            if any(self._codes.values()):
-                deadline = min(deadline, time.monotonic() + ending_seconds)
+            failed = any(code and not outlived(rank) for rank, code in self._codes.items())
+            deadline = min(deadline, time.monotonic() + ending_seconds) if failed else float("inf")
             over = given_up()
         codes = dict(self._codes)
         if over and _is_stopped(self._process.pid):

@@ -23,7 +23,7 @@ from parallax.common.documents import SMALL_BYTES, read_json
 from parallax.common.signals import exit_code
 from parallax.common.terminal import print_exception
 from parallax.errors import ParallaxError, TransportError, printable
-from parallax.runtime.failure.heartbeat import FileHeartbeat, Heartbeat, NoHeartbeat
+from parallax.runtime.failure.heartbeat import FileHeartbeat, LauncherHeartbeat, NoHeartbeat
 from parallax.runtime.failure.refusal import end_process
 from parallax.runtime.failure.report import FailureKind, FailureReport
 from parallax.runtime.failure.watch import PATIENCE_SECONDS, Watch
@@ -123,7 +123,7 @@ def send_report(report: FailureReport) -> None:
         )
 
 
-def heartbeat_for_launcher() -> Heartbeat:
+def heartbeat_for_launcher() -> LauncherHeartbeat:
     """Return this rank's heartbeat file if Parallax's launcher started the rank; otherwise a heartbeat that does
     nothing."""
     file = os.environ.get(EXIT_REPORT)

@@ -51,6 +51,17 @@ class Heartbeat(Protocol):
         """Record that the rank ended normally."""
 
 
+class LauncherHeartbeat(Heartbeat, Protocol):
+    """A heartbeat for the launcher, which ends all ranks if one ends, unless this rank tells it not to.
+    ``has_launcher``: whether the launcher can be told."""
+
+    has_launcher: bool
+
+    def outlive(self, rank: int) -> bool:
+        """Tell the launcher that the other ranks continue without ``rank``, whose process has ended. Return False if it
+        cannot be told."""
+
+
 @dataclass(frozen=True, slots=True)
 class BeatStatus:
     """The status of a rank. ``name`` is the rank's name in messages, and ``seen`` its current activity.
@@ -68,6 +79,13 @@ class BeatStatus:
 class NoHeartbeat:
     """Does nothing, for a rank that Parallax's launcher did not start."""
 
+    has_launcher = False
+
+    def outlive(self, rank: int) -> bool:
+        """Return False: no launcher reads it."""
+        del rank
+        return False
+
     def beat(self, status: BeatStatus) -> None:
         """No-op."""
 
@@ -78,8 +96,10 @@ class NoHeartbeat:
 class FileHeartbeat:
     """Writes the status of ``rank`` to its file in ``folder``."""
 
+    has_launcher = True
+
     def __init__(self, folder: Path, rank: int) -> None:
-        self._path, self._count = _file(folder, rank), itertools.count()
+        self._folder, self._path, self._count = folder, _file(folder, rank), itertools.count()
         self._handle: int | None = None
         with contextlib.suppress(OSError):
             self._handle = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
@@ -96,6 +116,13 @@ class FileHeartbeat:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._handle, 0)  # an old status would count as silence
 
+    def outlive(self, rank: int) -> bool:
+        try:
+            _outlived_file(self._folder, rank).touch()
+        except OSError:
+            return False
+        return True
+
     def end(self) -> None:
         """Remove the file. Unlike writing, this also works on a full disk."""
         self._path.unlink(missing_ok=True)
@@ -106,6 +133,10 @@ class FileHeartbeat:
 
 def _file(folder: Path, rank: int) -> Path:
     return folder / f"heartbeat-{rank}"
+
+
+def _outlived_file(folder: Path, rank: int) -> Path:
+    return folder / f"outlived-{rank}"
 
 
 @dataclass(slots=True)
@@ -135,6 +166,10 @@ class Heartbeats:
     def living(self, ranks: Iterable[int]) -> list[int]:
         """Return those of ``ranks`` whose heartbeat file exists. A rank removes its file when it ends normally."""
         return [rank for rank in ranks if _file(self._folder, rank).exists()]
+
+    def is_outlived(self, rank: int) -> bool:
+        """Return whether the other ranks continue without ``rank``, whose process has ended."""
+        return _outlived_file(self._folder, rank).exists()
 
     def have_stopped(self) -> bool:
         """Return whether the launcher must kill the ranks, because no rank responds. Call this several times a second.

@@ -14,6 +14,8 @@ current actions, which the threads read from the engine. The failed rank prints 
 does. Then each thread ends its process, because nothing in torch interrupts the call that the main thread may be in
 (``ProcessGroup.abort`` returns at once, but a gloo receive continues). No cleanup is needed, because swap files have no
 name and checkpoints appear by renaming.
+
+If the process of an asynchronous replica ends, the others need not. Then the report waits until they have saved.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ import selectors
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from parallax.common.signals import Requests, exit_code, stopped_by
 from parallax.plan.plan import Plan
 from parallax.plan.schedule import Action
-from parallax.runtime.failure.heartbeat import BeatStatus, Heartbeat
+from parallax.runtime.failure.heartbeat import BeatStatus, Heartbeat, LauncherHeartbeat
 from parallax.runtime.failure.life import where
 from parallax.runtime.failure.links import (
     UNREACHABLE_SECONDS,
@@ -96,10 +98,11 @@ class Watch:
     :meth:`start`, and close it when the run ends normally."""
 
     def __init__(
-        self, met: Meeting, say: Callable[[FailureReport], None], heartbeat: Heartbeat
+        self, met: Meeting, say: Callable[[FailureReport], None], heartbeat: LauncherHeartbeat
     ) -> None:
         self.rank, self._met, self._say = met.rank, met, say
-        self._heartbeats = [heartbeat]
+        self._launcher = heartbeat
+        self._heartbeats: list[Heartbeat] = [heartbeat]
         self._links = dict(met.links)
         size = len(met.pids)
         # Messages are less frequent in large worlds.
@@ -114,6 +117,9 @@ class Watch:
         self._exit_at = float("inf")
         self._claim: FailureReport | None = None
         self._report: FailureReport | None = None
+        self._lose: Callable[[int], Collection[int]] = _lose_none
+        self._outlived: set[int] = set()  # ranks without which the others continue
+        self._loss: FailureReport | None = None  # of the first of them
         self._decided = threading.Event()
         self._speaking = threading.Lock()
         self._closing = False
@@ -126,7 +132,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="parallax-watch", daemon=True)
 
     @classmethod
-    def start(cls, say: Callable[[FailureReport], None], heartbeat: Heartbeat) -> Watch:
+    def start(cls, say: Callable[[FailureReport], None], heartbeat: LauncherHeartbeat) -> Watch:
         """Start to watch. The main thread of every rank calls this method. If torch.distributed is used, it must be
         initialised before.
 
@@ -185,6 +191,34 @@ class Watch:
         """Return the signal that requested this rank to end; 0 if there was none."""
         return self._requests.first
 
+    @property
+    def outlives(self) -> bool:
+        """Whether ranks may continue without one that has ended: all are on one host, and the launcher can be told."""
+        return self._launcher.has_launcher and len(set(self._met.hosts)) == 1
+
+    @contextlib.contextmanager
+    def outliving(self, lose: Callable[[int], Collection[int]]) -> Iterator[None]:
+        """A context in which the end of another rank's process does not end all ranks. Instead, the watch of rank 0
+        calls ``lose(rank)``, which returns the ranks without which the others continue; none if all must end. The
+        returned ranks are killed. The caller must then call :meth:`end_after_loss`."""
+        self._lose = lose if self.outlives else _lose_none
+        try:
+            yield
+        finally:
+            self._lose = _lose_none
+
+    @property
+    def loss(self) -> str:
+        """Which rank was lost first, as text, on rank 0; "" if none was."""
+        return "" if self._loss is None else self._loss.text
+
+    def end_after_loss(self, done: str) -> None:
+        """End all ranks with the report of the lost rank, to which ``done`` adds what the others have done since. Does
+        not return."""
+        if self._loss is not None:
+            self.claim(replace(self._loss, remark=f"{self._loss.remark}; {done}"))
+        threading.Event().wait()
+
     def failed(self, how: FailureKind, cause: str, code: int) -> FailureReport:
         """Return the report of a failure of this rank, which names the rank's current action. ``how`` it failed,
         ``cause`` is the reason as text, and ``code`` the exit code of all ranks."""
@@ -239,7 +273,8 @@ class Watch:
                 if "seen" in message:
                     self._seen[peer] = RankStatus.from_list(message["seen"])
                 elif "report" in message:
-                    self._decide(FailureReport.from_dict(message["report"]))
+                    if peer not in self._outlived:
+                        self._decide(FailureReport.from_dict(message["report"]))
                 elif "bye" in message:
                     self._disconnect(peer)
                     return
@@ -253,7 +288,24 @@ class Watch:
                 self._decide(FailureReport(peer, FailureKind.PARTITIONED, who, what, remark))
             else:
                 what = "ended without a report"
-                self._decide(FailureReport(peer, FailureKind.LOST, who, what, seen.last))
+                report = FailureReport(peer, FailureKind.LOST, who, what, seen.last)
+                if not self._outlive(report):
+                    self._decide(report)
+
+    def _outlive(self, report: FailureReport) -> bool:
+        """Return whether the others continue without the rank of ``report``, whose process has ended. The ranks that
+        are lost with it are killed."""
+        if report.rank in self._outlived:
+            return True
+        lost = self._lose(report.rank) if self.rank == 0 else ()
+        if not lost or not all(map(self._launcher.outlive, lost)):
+            return False
+        self._outlived |= {*lost}
+        self._loss = self._loss or report
+        for rank in self._outlived & self._links.keys():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._met.pids[rank], signal.SIGKILL)
+        return True
 
     def _disconnect(self, peer: int) -> None:
         link = self._links.pop(peer)
@@ -344,6 +396,8 @@ class Watch:
             replace(each, silent_seconds=now - heard.get(rank, now))
             for rank, each in enumerate(self._seen)
         ]
+        for rank in self._outlived:
+            seen[rank] = seen[self.rank]  # it neither hangs nor makes progress
         found = root_cause(seen, self._silent_seconds, self._limits.phase_seconds)
         if found is None or (self.rank != 0 and found != (0, FailureKind.SILENT)):
             return
@@ -415,3 +469,9 @@ class Watch:
         for link in self._links.values():
             link.close()
         self._selector.close()
+
+
+def _lose_none(rank: int) -> Collection[int]:
+    """Return no ranks: all ranks are needed."""
+    del rank
+    return ()

@@ -18,13 +18,20 @@ the sum of their update, which waits for the missing shares.
 
 The owner's main thread computes shares too. Between two of them it makes the updates whose shares are complete. It has
 a thread for each other replica, which receives gradients and sends weights.
+
+A replica without a state may be lost, because one of its processes has ended. The others continue to the end of the
+interval, and replica 0 computes the share that the lost one had. With several stages, some owners may have the
+gradients of this share already. The owner of the first stage counts a share when the replica asks for the next one,
+which it does when all stages have confirmed its gradients. So an update is never complete on the first stage alone.
+Another stage that gets gradients of a share twice drops the second ones.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -32,10 +39,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallax.mesh import Mesh
+from parallax.runtime.failure.exit_report import follows
 
 _ASK, _GRADIENT, _ROWS_END = range(3)  # kinds of messages to the owner
 _END, _WAIT = -1, -2  # in place of the number of a share
 _POLL_SECONDS = 1.0
+_LOSS_SECONDS = 10.0  # in which the watch finds the end of a process whose connection has broken
 Gradients = Sequence[Tensor | None]
 
 
@@ -66,8 +75,12 @@ class StateExchange(Protocol):
     def sent_bytes(self) -> int:
         """Bytes that this rank has sent."""
 
-    def begin(self, start: int, stop: int) -> None:
-        """Begin an interval with the updates ``start`` to ``stop`` − 1. All ranks have the same weights."""
+    lost: bool
+    """Whether a replica was lost in the last interval, so that the ranks cannot meet."""
+
+    def begin(self, start: int, stop: int, *, outlives: bool) -> None:
+        """Begin an interval with the updates ``start`` to ``stop`` − 1. All ranks have the same weights. ``outlives``:
+        :meth:`lose` is called for a replica that ends, so that its broken connections are no error."""
 
     def next_share(self, *, ends: bool) -> BatchShare | None:
         """Set the weights for the share that this rank computes next, and return this share; None after the last
@@ -79,18 +92,25 @@ class StateExchange(Protocol):
     def end_rows(self, share: BatchShare) -> None:
         """Announce that the data has no rows for ``share``, so that its update and all later updates are left out."""
 
+    def lose(self, replica: int) -> bool:
+        """Continue without ``replica``, one of whose processes has ended. Return False if this is not possible: outside
+        of an interval, or if this rank is not the owner of the first stage. Any thread may call this method. It does
+        not wait for an update."""
+
     def end(self) -> list[Use]:
         """End the interval after the last update, with equal weights on all ranks. Return the uses of gradients on this
-        rank, if it is an owner."""
+        rank, if it is an owner. If a replica was :attr:`lost`, only owners return."""
 
 
 @dataclass
 class _Sum:
-    """The gradients of one update. ``parts``: the sum for each parameter; None without a gradient."""
+    """The gradients of one update. ``parts``: the sum for each parameter; None without a gradient. ``known``: the
+    indices of the shares whose gradients this rank has received; those of ``shares`` shares are added."""
 
     parts: list[Tensor | None]
     loss: float = 0.0
     shares: int = 0
+    known: set[int] = field(default_factory=set)
 
 
 class StateOwner:
@@ -112,13 +132,18 @@ class StateOwner:
         self._parameters, self._links = parameters, _Links(mesh, parameters)
         self._leads, self._replicas = mesh.pipeline_rank == 0, mesh.replica_count
         self._changed = threading.Condition()
+        self._losing = threading.Condition()
         self._begin(0, 0)
 
     def _begin(self, start: int, stop: int) -> None:
         self._start = self._version = start
         self._limit = stop
         self._handed = start * self._replicas  # the number of the next share
-        self._mine: int | None = None  # the share that this rank computes next
+        self._mine: list[int] = []  # the shares that only this rank computes next
+        self._given: dict[int, int] = {}  # the share that each other replica computes
+        self._received: dict[int, Callable[[], None]] = {}  # count the last share of each replica
+        self._lost: set[int] = set()
+        self._outlives = self._may_lose = self.lost = False
         self._sums: dict[int, _Sum] = {}
         self._uses: list[Use] = []
         self._refused = False
@@ -130,8 +155,9 @@ class StateOwner:
     def sent_bytes(self) -> int:
         return self._links.sent_bytes
 
-    def begin(self, start: int, stop: int) -> None:
+    def begin(self, start: int, stop: int, *, outlives: bool) -> None:
         self._begin(start, stop)
+        self._outlives, self._may_lose = outlives, outlives and self._leads
         for replica in range(1, self._replicas):
             name = f"replica-{replica}"
             thread = threading.Thread(target=self._serve, args=(replica,), name=name, daemon=True)
@@ -151,20 +177,35 @@ class StateOwner:
         return None
 
     def give(self, share: BatchShare, loss: float) -> None:
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad is not None:
-                self._add(share.update, index, parameter.grad.detach())
-        self._complete_share(Use(share, 0, self._version), loss)
+        gradients = [
+            (index, parameter.grad.detach())
+            for index, parameter in enumerate(self._parameters)
+            if parameter.grad is not None
+        ]
+        self._count(Use(share, 0, self._version), loss, gradients)
 
     def end_rows(self, share: BatchShare) -> None:
         with self._changed:
             self._limit = min(self._limit, share.update)
             self._changed.notify_all()
 
+    def lose(self, replica: int) -> bool:
+        with self._losing:
+            if self._may_lose and replica > 0:
+                self._lost.add(replica)
+                self._losing.notify_all()
+            return replica in self._lost
+
     def end(self) -> list[Use]:
         for thread in self._threads:
             thread.join()
         self._check()
+        with self._losing:
+            self._may_lose = bool(self._lost)
+        count, _ = self._links.agreed((len(self._lost), 0))
+        self.lost = count > 0
+        for replica in () if self.lost else range(1, self._replicas):
+            self._links.confirm(replica)  # all ranks meet
         self._sums, self._snapshot = {}, []
         return [use for use in self._uses if use.share.update < self._version]
 
@@ -177,19 +218,26 @@ class StateOwner:
         The first number is ``_END`` after the last share, and ``_WAIT`` if the next share cannot begin yet.
         """
         with self._changed:
-            if self._mine is None:
-                self._mine = self._hand_out()
-            self._wait_for(lambda: self._complete > self._version or self._can_begin(self._mine))
-            version, number = self._complete, self._mine
+            if not self._mine and (number := self._hand_out()) != _END:
+                self._mine.append(number)
+            self._wait_for(
+                lambda: self._complete > self._version or self._can_begin(self._next, self._version)
+            )
+            version, number = self._complete, self._next
             if not self._can_begin(number, version):
                 return _WAIT, version
-            self._mine = None
-            assert number is not None
+            if number != _END:
+                self._mine.remove(number)
             return number, version
 
-    def _can_begin(self, number: int | None, version: int | None = None) -> bool:
-        version = self._version if version is None else version
-        if number is None or number == _END:
+    @property
+    def _next(self) -> int:
+        """The number of this rank's next share, or that there is none."""
+        stop = self._limit * self._replicas
+        return min((number for number in self._mine if number < stop), default=_END)
+
+    def _can_begin(self, number: int, version: int) -> bool:
+        if number == _END:
             return version >= self._limit
         return number // self._replicas - version <= self._staleness
 
@@ -248,10 +296,19 @@ class StateOwner:
                 gradient.to("cpu", copy=True) if known is None else known.add_(gradient.cpu())
             )
 
-    def _complete_share(self, use: Use, loss: float) -> None:
-        """Record that all gradients of a share have been added, and add its ``loss``."""
+    def _count(self, use: Use, loss: float, gradients: list[tuple[int, Tensor]]) -> None:
+        """Add the ``gradients`` of a share, each with the index of its parameter, and count the share. Drop them if
+        this rank has gradients of the share, from a replica that is lost. The list is emptied, to free memory."""
+        share = use.share
         with self._changed:
-            found = self._sum(use.share.update)
+            self._given.pop(use.replica, None)
+            if share.update < self._version or share.part in self._sum(share.update).known:
+                return
+            found = self._sum(share.update)
+            found.known.add(share.part)
+        while gradients:
+            self._add(share.update, *gradients.pop())
+        with self._changed:
             found.loss += loss
             found.shares += 1
             self._uses.append(use)
@@ -263,24 +320,43 @@ class StateOwner:
     # ---- one thread for each other replica
 
     def _serve(self, replica: int) -> None:
-        """Answer the messages of ``replica`` until it has got the weights after the last update."""
+        """Answer the messages of ``replica`` until it has got the weights after the last update, or is lost. This rank
+        computes the share that a lost replica had."""
+        failure: BaseException | None = None
         try:
             while self._answer(replica):
                 pass
         except BaseException as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+            failure = None if self._is_loss(replica, error) else error
+        with self._changed:
+            self._error = self._error or failure
+            self._mine += [self._given.pop(replica)] if replica in self._given else []
+            self._changed.notify_all()
+
+    def _is_loss(self, replica: int, error: BaseException) -> bool:
+        """Return whether ``error`` means that ``replica`` is lost, and the others continue. Another owner than that of
+        the first stage cannot know: the watch ends all ranks if the others do not continue."""
+        if not self._outlives or not follows(error):
+            return False
+        with self._losing:
+            return not self._leads or self._losing.wait_for(
+                lambda: replica in self._lost, _LOSS_SECONDS
+            )
 
     def _answer(self, replica: int) -> bool:
         kind, number, version, loss, ends, *present = self._links.receive_header(replica)
+        self._received.pop(replica, lambda: None)()
         share = BatchShare(*divmod(int(number), self._replicas))
         if kind == _ROWS_END:
             self.end_rows(share)
         elif kind == _GRADIENT:
-            for index, gradient in self._links.receive_gradients(replica, present):
-                self._add(share.update, index, gradient)
-            self._complete_share(Use(share, replica, int(version)), loss)
+            gradients = [*self._links.receive_gradients(replica, present)]
+            self._links.confirm(replica)
+            count = partial(self._count, Use(share, replica, int(version)), loss, gradients)
+            if self._leads:
+                self._received[replica] = count
+            else:
+                count()
         else:
             if ends:
                 self._end_soon()
@@ -297,7 +373,13 @@ class StateOwner:
             if self._leads:
                 number = self._hand_out()
                 least = number // self._replicas - self._staleness
-            self._wait_for(lambda: self._refused or self._may_send(number, least))
+                if number != _END:
+                    self._given[replica] = number
+            self._wait_for(
+                lambda: self._refused or replica in self._lost or self._may_send(number, least)
+            )
+            if replica in self._lost:
+                return False
             if self._leads and self._refused:
                 number = _END
             if not self._snapshot:
@@ -317,14 +399,14 @@ class StateClient:
     def __init__(self, mesh: Mesh, parameters: Sequence[nn.Parameter]) -> None:
         self._links, self._parameters = _Links(mesh, parameters), parameters
         self._leads, self._replicas = mesh.pipeline_rank == 0, mesh.replica_count
-        self._version = 0
+        self._version, self.lost = 0, False
 
     @property
     def sent_bytes(self) -> int:
         return self._links.sent_bytes
 
-    def begin(self, start: int, stop: int) -> None:
-        del start, stop
+    def begin(self, start: int, stop: int, *, outlives: bool) -> None:
+        del start, stop, outlives
 
     def next_share(self, *, ends: bool) -> BatchShare | None:
         ends = self._links.any_of_pipeline(ends)
@@ -345,12 +427,18 @@ class StateClient:
             _GRADIENT, self._number(share), self._version, loss, present=present
         )
         self._links.send_gradients([gradient for gradient in given if gradient is not None])
+        self._links.wait_for_owner()
 
     def end_rows(self, share: BatchShare) -> None:
         if self._leads:
             self._links.send_header(_ROWS_END, self._number(share))
 
+    def lose(self, replica: int) -> bool:
+        del replica
+        return False
+
     def end(self) -> list[Use]:
+        self._links.wait_for_owner()
         return []
 
     def _number(self, share: BatchShare) -> int:
@@ -422,6 +510,14 @@ class _Links:
                 yield index, found
 
     # ---- from the owner to another replica
+
+    def confirm(self, replica: int) -> None:
+        """Let ``replica`` return from :meth:`wait_for_owner`."""
+        self._send(torch.zeros(1), replica)
+
+    def wait_for_owner(self) -> None:
+        """Wait until the owner has received the gradients of a share, or until all ranks meet."""
+        self._receive(torch.empty(1), 0)
 
     def send_weights(
         self, replica: int, number: int, version: int, weights: Sequence[Tensor]
