@@ -77,6 +77,22 @@ class PlanConfig:
         for count in self.replicas if isinstance(self.replicas, list | tuple) else [self.replicas]:
             check_count("plan.replicas", count)
         self._check_interleave()
+        self._check_overlap()
+
+    def _check_overlap(self) -> None:
+        schedule = SCHEDULES.get(self.schedule)
+        moved = {
+            "activations": "offload",
+            "optimizer": "host",
+            "parameters": "host",
+            "shard": "optimizer",
+        }
+        for key, value in moved.items() if schedule is not None and schedule.continues else ():
+            if getattr(self, key) == value:
+                raise ConfigError(
+                    f"plan.{key}={value}: under plan.schedule={self.schedule}, in which steps overlap, each device "
+                    f"holds all tensors of its stage; use plan.{key}=auto, or plan.schedule=1f1b"
+                )
 
     def _check_interleave(self) -> None:
         if AUTO in (self.schedule, self.interleave):

@@ -8,6 +8,12 @@ from parallax import cli
 from tests.unit.plan.test_advice import advised
 
 MODEL = ["model=transformer", "model.layers=4", "model.hidden=128", "model.heads=2"]
+OVERLAPPING = [
+    "cluster=dgx_a100",
+    "cluster.devices=2",
+    "plan.schedule=2bw",
+    "trainer.updates=delayed",
+]
 REFUSED = [
     ["cluster=dgx_a100", "cluster.devices=3", "plan.replicas=[2,2]"],
     ["cluster=dgx_a100", "cluster.devices=2", "plan.stages=3"],
@@ -28,6 +34,10 @@ REFUSED = [
     ["cluster=dgx_a100", "replicas=diloco", "trainer.gather_loss=true"],
     ["cluster=dgx_a100", "replicas=diloco", "replicas.compress=bf16"],
     ["cluster=dgx_a100", "replicas=diloco", "plan.shard=optimizer"],
+    [*OVERLAPPING, "plan.optimizer=host"],
+    [*OVERLAPPING, "plan.activations=offload"],
+    [*OVERLAPPING, "plan.shard=optimizer"],
+    [*OVERLAPPING, "trainer.gather_loss=true"],
     ["cluster=cpu", "cluster.devices=2", "cluster.device_memory=4MiB"],
     ["cluster=cpu", "cluster.devices=2", "cluster.device_memory=260MiB", "plan=single", "swap=off"],
     ["cluster=cpu", "cluster.devices=2", "cluster.disk=2MiB", "plan.activations=offload"],

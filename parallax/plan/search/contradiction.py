@@ -131,10 +131,15 @@ def _check_gathering(question: Question) -> None:
         return
     requested = "schedule" if config.schedule != AUTO else "interleave"
     freed = "" if config.interleave in (AUTO, 1) else " plan.interleave=auto"
+    # Steps that overlap need several micro-batches.
+    whole = (
+        ""
+        if all(s.continues for s in config.schedules)
+        else f", or trainer.microbatch={question.rows}"
+    )
     raise ConfigError(
         f"plan.{requested}={getattr(config, requested)} starts backward before the forward of all micro-batches, and "
-        f"trainer.gather_loss=true computes one loss over all of them: use plan.schedule=gpipe{freed}, or "
-        f"trainer.microbatch={question.rows}"
+        f"trainer.gather_loss=true computes one loss over all of them: use plan.schedule=gpipe{freed}{whole}"
     )
 
 

@@ -165,7 +165,8 @@ class Request:
         if config.schedule == DOUBLE_BUFFERED.name and not self.profile.continues:
             raise ConfigError(
                 f"plan.schedule={config.schedule}: a step begins before the update of the last one, which needs "
-                "trainer.updates=delayed, and a loss that is not scaled; use these, or plan.schedule=1f1b"
+                "trainer.updates=delayed, trainer.nonfinite=stop, and a loss that is not scaled, as with "
+                "precision=mixed_bf16; use these, or plan.schedule=1f1b"
             )
         splits = config.schedule != AUTO and any(schedule.splits for schedule in requested)
         if splits and self.task.trains and not self._weight_share:
