@@ -271,8 +271,11 @@ def keep_freed_memory() -> None:
     block freed so far, but at most 64 MiB. Then each page of the next block faults, and a step with recomputation took
     1.4 times as long. This function frees one large block, so that tensors of up to 32 MiB are in the heap, and then
     forbids glibc to return its end: :func:`trim_freed_memory` does, near a :class:`MemoryBound`. Allocate long-lived
-    tensors such as weights first: otherwise they would lie between freed blocks and fragment the heap.
+    tensors such as weights first: otherwise they would lie between freed blocks and fragment the heap. No-op after
+    :func:`return_freed_memory`.
     """
+    if _returns_freed:
+        return
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

@@ -17,6 +17,7 @@ from parallax.plan.tier import HOST, Tier, tier_named
 # Bytes of gradients that replicas sum at one time. A smaller all-reduce takes as long as its launch; a larger one makes
 # the last all-reduce of a backward, which overlaps with no compute, needlessly long.
 LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 4 * 2**20, 64 * 2**20
+_EXCHANGES = 8  # most numbers of replicas whose exchanges are stored
 _LATENCIES = 16  # a bucket takes this many latencies of its link
 
 
@@ -62,8 +63,8 @@ class Device:
     ``host_bytes``           bytes of the host's memory for this device
     ``price_per_hour``       price of an hour, in any currency
     ``host_update_seconds``  seconds of the host optimizer per byte of parameters; 0 without host optimizer
-    ``exchanges``            seconds of an exchange of a few numbers between 1, 2, … replicas on such devices; more
-                             replicas take as long as the last number says (:func:`with_buckets`)
+    ``exchanges``            seconds of an exchange of a few numbers between 1, 2, … replicas on such devices; for more
+                             replicas they grow like the messages of a ring (:func:`with_buckets`)
     ``bucket_bytes``         bytes of the buckets in which replicas sum gradients (:func:`with_buckets`)
     """
 
@@ -100,7 +101,10 @@ class Device:
         """Return the seconds of an all-reduce of a few numbers between ``replicas`` replicas; None for a single one."""
         if replicas < 2:
             return None
-        return self.exchanges[min(replicas, len(self.exchanges)) - 1] if self.exchanges else 0.0
+        if len(self.exchanges) < 2:
+            return 0.0
+        known = min(replicas, len(self.exchanges))
+        return self.exchanges[known - 1] * (replicas - 1) / (known - 1)
 
     @property
     def swaps_to(self) -> Tier:
@@ -314,7 +318,8 @@ def with_buckets(cluster: Cluster) -> Cluster:
     link = cluster.local if len(cluster.nodes) == 1 else cluster.remote
     mebibytes = int(_LATENCIES * link.latency_seconds * link.bytes_per_second) // 2**20
     size = max(LEAST_BUCKET_BYTES, min(MOST_BUCKET_BYTES, mebibytes * 2**20))
-    exchanges = tuple(cluster.exchange_seconds(n + 1) for n in range(len(cluster.devices)))
+    count = min(_EXCHANGES, len(cluster.devices))
+    exchanges = tuple(cluster.exchange_seconds(n + 1) for n in range(count))
     return cluster.with_devices(
         replace(each, bucket_bytes=size, exchanges=exchanges) for each in cluster.devices
     )

@@ -320,6 +320,8 @@ def plan_run(
     ``layer``          plan the model only up to the output of this module; empty for the whole model
     """
     task = PlanTask(config.task)
+    if task.trains:
+        config.replicas.check_requested(config.plan)
     if isinstance(config.cluster, CatalogClusterConfig):
         return _plan_for_catalog(config, config.cluster, task, profile, progress)
     chain, loss, batch = _what_is_planned(config, progress, present, accept, layer)
@@ -407,8 +409,6 @@ def _what_is_planned(
     """Return model, loss and a batch of ``config``, after checking that the settings allow a plan on this machine."""
     check_devices(config)
     config.plan.check_task(PlanTask(config.task))
-    if config.task == PlanTask.TRAINING:
-        config.replicas.check_requested(config.plan)
     config.metrics_config.check_installed()
     if (classes := config.loss.takes_classes) is not None:
         config.metrics_config.check_targets(classes=classes)

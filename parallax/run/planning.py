@@ -131,7 +131,6 @@ def plan_model(
     progress: Callable[[str], None] = lambda text: None,
 ) -> Planned:
     """Measure ``chain`` on this machine and return the best plan of ``task`` for global batches like ``batch``.
-
     ``optimizer``: settings, or a function from parameter groups to an optimizer. ``skips``: steps may be skipped.
     ``profile`` replaces the measurement. ``present``: the cluster of several nodes. Raises :class:`InfeasiblePlan`.
     """

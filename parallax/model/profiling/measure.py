@@ -79,7 +79,7 @@ _FREEING_DOUBLINGS = 13  # of rows, up to which the slowdown of fresh memory is 
 _GROWN = 1.5  # ratio for twice the rows; below it, costs that do not depend on rows dominate, such as reading weights
 
 
-_Each = TypeVar("_Each", bound="_Measured | _Timed")
+_Each = TypeVar("_Each", bound="_Measured | _TimedBlock")
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class _Measured:
 
 
 @dataclass(frozen=True)
-class _Timed:
+class _TimedBlock:
     """The seconds of one block's forward and backward, at a number of rows at which nothing else was measured.
 
     ``outputs``: the block's output tensors.
@@ -173,25 +173,13 @@ def measure(
         progress(f"profile of {name} from {kept}")
         return known
     with private_random_state(device), precision.products():
-        within = not gathered
+        options = {"with_loss": not gathered, "shared_norms": shared_norms}
         bench = _Bench(
-            chain,
-            loss,
-            device,
-            precision,
-            minimum_bytes,
-            offloader,
-            progress,
-            with_loss=within,
-            shared_norms=shared_norms,
+            chain, loss, device, precision, minimum_bytes, offloader, progress, **options
         )
         found = bench.rounds(sample, sorted(set(rows)))
-        timed = bench.timed(sample, sorted(n for n in set(rows) if n > found[-1][0].rows), found)
-        whole = NO_LOSS
-        if gathered:
-            low, high = (found * 2)[-2:]
-            with _fitting("the loss", gathered, "use a smaller trainer.global_batch"):
-                whole = bench.whole_loss(gathered, low[-1], high[-1], sample(gathered)[1])
+        timed = bench.timed(sample, sorted(set(rows)), found)
+        whole = bench.gathered_loss(gathered, found, sample) if gathered else NO_LOSS
     profile = _profile_of(chain, name, device, precision, found, timed, whole)
     profile = replace(profile, disturbance=round(bench.noise.disturbance, 3))
     trim_freed_memory()  # of the blocks, which this process has kept
@@ -242,7 +230,7 @@ def _profile_of(
     device: torch.device,
     precision: PrecisionConfig,
     found: Sequence[Sequence[_Measured]],
-    timed: Sequence[Sequence[_Timed]],
+    timed: Sequence[Sequence[_TimedBlock]],
     whole: BatchLoss,
 ) -> ModelProfile:
     how, on = recipe(str(precision)), device_name(device)
@@ -426,12 +414,12 @@ class _Bench:
 
     def timed(
         self, sample: Sample, rows: Sequence[int], known: Sequence[Sequence[_Measured]]
-    ) -> list[list[_Timed]]:
-        """Return the seconds of every block for each number in ``rows``, in increasing order, for which all distinct
-        blocks take at most about :data:`_MOST_SECONDS`. ``known``: the measurements of fewer rows."""
-        found: list[list[_Timed]] = []
+    ) -> list[list[_TimedBlock]]:
+        """Return the seconds of every block for each number in ``rows``, in increasing order, that is larger than those
+        of ``known``, the measurements, and for which all distinct blocks take at most about :data:`_MOST_SECONDS`."""
+        found: list[list[_TimedBlock]] = []
         last, seconds = known[-1][0].rows, self._distinct_seconds(known[-1])
-        for n in rows:
+        for n in [n for n in rows if n > last]:
             if seconds * n / last > _MOST_SECONDS:
                 break
             try:
@@ -442,18 +430,20 @@ class _Bench:
             found.append([replace(block, outputs=()) for block in blocks])
         return found
 
-    def _timed(self, rows: int, index: int, inputs: tuple[Tensor, ...], targets: Any) -> _Timed:
+    def _timed(
+        self, rows: int, index: int, inputs: tuple[Tensor, ...], targets: Any
+    ) -> _TimedBlock:
         block, passes = self._passes(index, inputs, targets)
         outputs = self.forward(block, passes.enter(), None)
         _, forward, backward = self._few_seconds(passes)
-        return _Timed(
+        return _TimedBlock(
             rows=rows,
             forward_seconds=forward,
             backward_seconds=backward,
             outputs=tuple(t.detach().requires_grad_(t.requires_grad) for t in outputs),
         )
 
-    def _distinct_seconds(self, blocks: Sequence[_Measured] | Sequence[_Timed]) -> float:
+    def _distinct_seconds(self, blocks: Sequence[_Measured] | Sequence[_TimedBlock]) -> float:
         distinct = {id(block): block for block in blocks}.values()
         return sum(block.forward_seconds + block.backward_seconds for block in distinct)
 
@@ -588,6 +578,12 @@ class _Bench:
             "weight_seconds": min(weight, backward) if self._splits(passes) else 0.0,
             "split_seconds": max(0.0, sum(others) + weight - forward - backward),
         }
+
+    def gathered_loss(self, rows: int, found: list[list[_Measured]], sample: Sample) -> BatchLoss:
+        """Return the cost of one loss over ``rows`` rows. ``found``: the measurements of all blocks."""
+        low, high = (found * 2)[-2:]
+        with _fitting("the loss", rows, "use a smaller trainer.global_batch"):
+            return self.whole_loss(rows, low[-1], high[-1], sample(rows)[1])
 
     def whole_loss(self, rows: int, low: _Measured, high: _Measured, targets: Any) -> BatchLoss:
         """Return the cost of one loss over ``rows`` rows.
@@ -747,7 +743,9 @@ class _Bench:
         return [measure_allocations(self._device, partial(run, each)) for each in passes]
 
 
-def _at_more_rows(field: str, known: _Measured, timed: Sequence[_Timed]) -> list[tuple[int, float]]:
+def _at_more_rows(
+    field: str, known: _Measured, timed: Sequence[_TimedBlock]
+) -> list[tuple[int, float]]:
     """Return (rows, value) of ``field`` for each of ``timed``, if it follows from their seconds.
 
     Weight gradients are as large a part of a backward as in ``known``, the measurement of fewer rows.
@@ -768,7 +766,7 @@ def _cost(
     chain: Chain,
     index: int,
     found: Sequence[Sequence[_Measured]],
-    timed: Sequence[Sequence[_Timed]],
+    timed: Sequence[Sequence[_TimedBlock]],
 ) -> BlockCost:
     def cost(field: str) -> Affine:
         each = [(blocks[index].rows, getattr(blocks[index], field)) for blocks in found]

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from parallax.plan.cluster import Device
 from parallax.plan.cost.allocator import Gaps
@@ -258,15 +259,7 @@ def load_block(
     replicas.
     """
     saved, stays = math.ceil(cost.moved.at(rows)), math.ceil(cost.stays.at(rows))
-    forward = cost.forward_seconds.at(rows) / speed
-    backward = cost.backward_seconds.at(rows) / speed
-    if received:
-        backward += cost.received_seconds.at(rows) / speed
-    exchange = 0.0
-    if cost.norms and exchange_seconds is not None:
-        exchange = cost.norms * exchange_seconds
-        slower = cost.norm_seconds.at(rows) / speed / 2 + exchange
-        forward, backward = forward + slower, backward + slower
+    forward, backward, exchange = _seconds(cost, rows, speed, received, exchange_seconds)
     kept, moved, again = saved + stays, 0, 0.0
     forward_work = math.ceil(cost.forward_work.at(rows) + cost.output.at(rows))
     backward_work = math.ceil(cost.backward_work.at(rows) + cost.output.at(rows))
@@ -310,6 +303,22 @@ def load_block(
     )
 
 
+def _seconds(
+    cost: BlockCost, rows: float, speed: float, received: bool, exchange_seconds: float | None
+) -> tuple[float, float, float]:
+    """Return the seconds of a block's forward and backward, and the part of each of them that waits for statistics of
+    other replicas. The other arguments are those of :func:`load_block`."""
+    forward = cost.forward_seconds.at(rows) / speed
+    backward = cost.backward_seconds.at(rows) / speed
+    if received:
+        backward += cost.received_seconds.at(rows) / speed
+    if not cost.norms or exchange_seconds is None:
+        return forward, backward, 0.0
+    exchange = cost.norms * exchange_seconds
+    slower = cost.norm_seconds.at(rows) / speed / 2 + exchange
+    return forward + slower, backward + slower, exchange
+
+
 def load_stage(
     profile: ModelProfile,
     start: int,
@@ -343,6 +352,8 @@ def load_stage(
     leaving = costs[-1].output.at(rows) if stop < len(profile.blocks) else 0.0
     sizes = Sizes.of(profile, start, stop)
     visits = visits.at(start)
+    exchanging = device.exchange_seconds(replicas)
+    how: Any = {"speed": device.speed, "split": split, "exchange_seconds": exchanging}
     passed = math.ceil(boundaries_held * max(entering, leaving))
     own = 0.0 if boundaries_held else 2 * entering + 2 * leaving
     return StageLoad(
@@ -359,15 +370,7 @@ def load_stage(
         input_bytes=entering,
         output_bytes=leaving,
         blocks=tuple(
-            load_block(
-                cost,
-                directive,
-                rows,
-                speed=device.speed,
-                split=split,
-                received=start > 0,
-                exchange_seconds=device.exchange_seconds(replicas),
-            )
+            load_block(cost, directive, rows, received=start > 0, **how)
             for cost, directive in zip(costs, directives)
         ),
         gathered_bytes=costs[-1].gathered_bytes,

@@ -186,8 +186,7 @@ def load_states(
     the states of three buckets at a time are fetched instead. Offloaded parameters are fetched for each pass, two
     blocks at a time, and their gradients are added to those in the tier. Replicas together hold one copy of offloaded
     states, unless the parameters are offloaded too or replicas take local steps, and one copy of resident states if
-    these are sharded. It is not known which parameters are offloaded, so the bytes on the device and in the tier are
-    both upper bounds.
+    these are sharded. Which parameters are offloaded is unknown, so bytes on device and in tier are upper bounds.
     """
     per_byte, sets = profile.optimizer_bytes + profile.master_bytes, 1 + visits.accumulates
     following, widened = _following_bytes(profile, sizes, visits)

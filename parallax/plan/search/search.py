@@ -91,9 +91,8 @@ def search(
     ``swap``         whether the plan may offload
     ``gather_loss``  whether the plan must compute one loss over all rows of the batch
     ``updates``      recorded in the plan; ``profile`` already has its costs
-    ``spare``        whether the plan may leave devices unused. It then uses the fewest of the first devices with which
-                     the step is at most 1% longer than the shortest one found. On large clusters only a few device
-                     counts are tried.
+    ``spare``        whether the plan may leave devices unused. It then uses the fewest of the first devices, of a few
+                     numbers that are tried, with which the step is at most 1% longer than the shortest one found.
     ``progress``     function that receives status messages
 
     Every replica gets rows, unless no device count to try allows this. If no plan fits, :class:`InfeasiblePlan` is
