@@ -29,9 +29,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 _USUAL_TRIM_BYTES = 128 * 1024  # glibc's M_TRIM_THRESHOLD
 # Size of a block. After it is freed, malloc has smaller blocks in its heap, which glibc allows up to 32 MiB.
 _FREED_BYTES = 32 * 2**20 - 2**16
-_KEPT_BYTES = (
-    2**31 - 1
-)  # the most free bytes at the end of malloc's heap: the largest that mallopt takes
+_KEPT_BYTES = 2**31 - 1  # free bytes at the end of malloc's heap: the most that mallopt takes
 RETURNED_BYTES = 256 * 1024  # the smallest block returned at once, see return_freed_memory
 _TOUCHED_BYTES, _TOUCHES = 2**26, 5  # more bytes than caches hold
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # as malloc's: shared pages take twice as long

@@ -40,9 +40,7 @@ TURN_SECONDS = 0.25
 SUMS = 4  # number of all-reduces of few numbers in a turn
 _MATRIX_SIZE = 384  # of a product that takes about a millisecond
 EXCHANGES = 32  # number of all-reduces of few numbers in close succession in a turn
-_TOGETHER_EDITION = (
-    2  # version of the cached speeds of concurrent processes; others are measured again
-)
+_TOGETHER_EDITION = 2  # of the cached speeds of concurrent processes; others are measured again
 REDUCED_BYTES = 16 * 2**20  # bytes of gradients in the all-reduce that ends a turn
 
 
