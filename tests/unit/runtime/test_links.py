@@ -30,12 +30,12 @@ def test_strangers_are_turned_away_and_ranks_are_not() -> None:
         port = listener.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as nonsense:
             nonsense.sendall(b"GET / HTTP/1.1\n")
-            wrong = threads.submit(reach, ["127.0.0.1"], port, "guess", 1)
+            welcoming = threads.submit(welcome, listener, "word", 2)
+            with pytest.raises(TransportError, match="rank 1 cannot reach rank 0"):
+                reach(["127.0.0.1"], port, "guess", 1)
             right = [threads.submit(reach, ["127.0.0.1"], port, "word", rank) for rank in (1, 2)]
-            found = welcome(listener, "word", 2)
+            found = welcoming.result()
         assert sorted(found) == [1, 2]
-        with pytest.raises(TransportError, match="rank 1 cannot reach rank 0"):
-            wrong.result()
         ends = [future.result() for future in right]
         for rank, end in enumerate(ends, 1):
             found[rank].send({"verdict": rank})
