@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -11,15 +12,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from parallax import cli
 from parallax.model.profiling import clock
 from parallax.run import feedback
 from tests.distributed.pool import ROOT
-from tests.faults.commands import (
-    running,
-)
+from tests.faults.commands import running
+from tests.leaks import GRACE_SECONDS
 
 
 @pytest.fixture(autouse=True)
@@ -32,17 +33,20 @@ def kept_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty working directory; what still runs in it afterwards fails the test."""
+    """An empty working directory; what still runs in it afterwards, and does not end by itself, fails the test."""
     folder = tmp_path / "here"
     for path in (folder, tmp_path / "tmp"):
         path.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
     yield folder
-    left = running(folder)
+    _, left = psutil.wait_procs(running(folder), timeout=GRACE_SECONDS)
+    lines = []
     for process in left:
-        process.kill()
-    assert not left
+        with contextlib.suppress(psutil.NoSuchProcess):
+            lines.append(process.cmdline())
+            process.kill()
+    assert not lines
 
 
 @pytest.fixture
