@@ -176,7 +176,10 @@ class ForwardEngine:
         # A rank that finishes early may close its sockets before a slow peer has connected, so all ranks wait here.
         mesh.barrier()
         self._unbound = bound_memory(
-            mesh.device, plan.prediction.ranks[mesh.rank], built.before_bytes
+            mesh.device,
+            plan.prediction.ranks[mesh.rank],
+            built.before_bytes,
+            trains=training is not None,
         )
 
     @classmethod

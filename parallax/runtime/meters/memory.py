@@ -66,10 +66,10 @@ def return_freed(device: torch.device, prediction: RankPrediction) -> None:
 
 
 def bound_memory(
-    device: torch.device, prediction: RankPrediction, before_bytes: int
+    device: torch.device, prediction: RankPrediction, before_bytes: int, *, trains: bool
 ) -> Callable[[], None]:
-    """Keep the memory of a CPU rank below its budget, and near its predicted peak, plus ``before_bytes``; return a
-    function that removes this bound.
+    """Keep the memory of a CPU rank below its predicted peak plus ``before_bytes``; return a function that removes this
+    bound. A rank that ``trains`` may exceed its predicted peak by an eighth, if its budget allows.
 
     Freed memory is returned to the system when the process would exceed the bound
     (:class:`~parallax.machine.host.MemoryBound`).
@@ -80,17 +80,19 @@ def bound_memory(
     if device.type != "cpu" or prediction.peak_bytes <= 0 or prediction.returns_freed:
         return lambda: None
     keep_freed_memory()  # after the weights, which are never freed
-    return MemoryBound(before_bytes + _bound_bytes(prediction) - data_bytes()).close
+    bound_bytes = _bound_bytes(prediction, trains=trains)
+    return MemoryBound(before_bytes + bound_bytes - data_bytes()).close
 
 
-def _bound_bytes(prediction: RankPrediction) -> int:
+def _bound_bytes(prediction: RankPrediction, *, trains: bool) -> int:
     """Return the memory of a rank at which freed memory is returned to the system.
 
     The bound keeps a distance from the most bytes that the rank may hold, because memory grows between two looks at it.
-    If the budget allows, the most bytes are so far above the predicted peak that a rank with this peak is not trimmed:
-    a step that trims makes all of its activations of fresh pages, which may take half of the step's time.
+    If the budget allows, the most bytes in training are so far above the predicted peak that a rank with this peak is
+    not trimmed: a step that trims makes all of its activations of fresh pages, which may take half of the step's time.
     """
-    most_bytes = prediction.peak_bytes + int(_BEYOND * prediction.peak_bytes) + SMALLEST_TRIM
+    beyond = int(_BEYOND * prediction.peak_bytes) + SMALLEST_TRIM if trains else 0
+    most_bytes = prediction.peak_bytes + beyond
     most_bytes = max(prediction.peak_bytes, min(most_bytes, prediction.budget_bytes))
     return most_bytes - SMALLEST_TRIM - int(_UNSEEN * most_bytes)
 
