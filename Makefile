@@ -33,14 +33,14 @@ LINT = $(MAKE) --no-print-directory lint
 # none of which needs it. Files of few but long tests, those of processes, come first by name; by their number of tests
 # they would come last. Bytecode is kept, also where the environment keeps Python from writing it: some tests start
 # processes, which would each compile the package, and pytest rewrites all asserts.
-test: $(INSTALLED_DEV) $(INSTALLED_KSERVE)  ## lint, and all tests that are quick (ARGS go to pytest)
+test: $(INSTALLED_DEV)  ## lint, and all tests that are quick (ARGS go to pytest)
 	@$(LINT) >$(VENV)/.lint 2>&1 & lint=$$!; failed=0; $(BIN)/python -m tests.sim.build >/dev/null 2>&1 & \
 	unset PYTHONDONTWRITEBYTECODE; $(BIN)/python -m compileall -q parallax benchmarks tests; \
 	echo "== pytest"; OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
 	--durations=20 $(ARGS) || failed=$$?; \
 	wait $$lint || failed=1; cat $(VENV)/.lint; exit $$failed
 
-test-slow: $(INSTALLED_DEV)  ## tests that take seconds each, and show more of what quicker ones show some of (ARGS go to pytest)
+test-slow: $(INSTALLED_DEV) $(INSTALLED_KSERVE)  ## tests that take seconds each, and show more of what quicker ones show some of (ARGS go to pytest)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not thorough" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-sim: $(INSTALLED_DEV)  ## all tests on the simulated accelerator, its mutants too (ARGS go to pytest)

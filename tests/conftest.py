@@ -76,13 +76,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark cases of a ``sampled(n)`` test as slow, all but about one in ``n``, of which the default is 4.
 
-    Multiples of the golden ratio, modulo 1, are distributed evenly and never repeat, so no value of a long product is
-    left out by its position. A short product may lose values: mark its cases by hand, or none.
+    Tests of several processes take longest. Of theirs, half as many are quick: of one without the mark, about one case
+    in two. Multiples of the golden ratio, modulo 1, are distributed evenly and never repeat, so no value of a long
+    product is left out by its position. A short product may lose values, which then only the slow tests have.
     """
+    if any(map(item.get_closest_marker, LONG)):
+        return
     sampled = item.get_closest_marker("sampled")
-    if sampled and not any(map(item.get_closest_marker, LONG)):
+    one_of = (sampled.args or [4])[0] if sampled else 1
+    if item.path.parent.name in ("distributed", "sim"):
+        one_of *= 2
+    if one_of > 1:
         test = item.nodeid.partition("[")[0]
-        if _cases[test] * _GOLDEN_RATIO % 1 >= 1 / (sampled.args or [4])[0]:
+        if _cases[test] * _GOLDEN_RATIO % 1 >= 1 / one_of:
             item.add_marker("slow")
         _cases[test] += 1
 

@@ -177,7 +177,6 @@ def cases(quick: Collection[Any], others: Iterable[Any]) -> list[Any]:
 
 
 TRAINED = [("nanogpt", "fp64"), ("speech", "fp32")]
-RESUMED = ["seq2seq"]
 
 
 @pytest.mark.parametrize(
@@ -196,7 +195,8 @@ def test_a_recipe_trains_as_its_plain_loop(
         compare(found, expected, 0, losses, weights)
 
 
-@pytest.mark.parametrize("name", cases(RESUMED, [name for name in RECIPES if name not in RESUMED]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(RECIPES))
 def test_a_recipe_resumes_under_another_plan(pool: Pool, tmp_path: Path, name: str) -> None:
     settings = RECIPES[name].overrides(tmp_path, "fp64")
     (expected,) = pool.run(plain, 1, name, tmp_path, settings)

@@ -18,7 +18,7 @@ from tests.runs import own_model, trained_run
 from tests.serving.conftest import DONE_SECONDS, Server, close, start
 
 tritonclient = pytest.importorskip("tritonclient.http")
-pytestmark = pytest.mark.usefixtures("client_loop")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("client_loop")]
 
 KSERVE = Path(sys.prefix) / "kserve/bin/python"
 """Of an environment of its own, because KServe's client needs other versions of libraries."""
@@ -72,7 +72,6 @@ def check_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("binary", [True, False])
 @pytest.mark.parametrize("answer", [True, False])
 def test_tritons_client(
@@ -112,7 +111,7 @@ def test_tritons_client(
     client.close()
 
 
-@pytest.mark.skipif(not KSERVE.exists(), reason="make test installs it")
+@pytest.mark.skipif(not KSERVE.exists(), reason="make test-slow installs it")
 def test_kserves_client(server: Server, expected: dict[str, Any], tmp_path: Path) -> None:
     np.savez(tmp_path / "rows.npz", **ROWS)
     script = Path(__file__).with_name("kserve_client.py")

@@ -106,9 +106,11 @@ def test_a_fused_step_divides_the_gradients_by_the_loss_scale(scratch: Path) -> 
 @pytest.mark.parametrize(
     ("make", "kind"),
     [
-        *((FunctionalTie, kind) for kind in KINDS),
-        *(pytest.param(tied_gpt, kind, marks=pytest.mark.slow) for kind in KINDS if "late" in kind),
-        *((tied_gpt, kind) for kind in KINDS if "late" not in kind),
+        *(
+            pytest.param(make, kind, marks=pytest.mark.slow if "late" in kind else ())
+            for make in (FunctionalTie, tied_gpt)
+            for kind in KINDS
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )

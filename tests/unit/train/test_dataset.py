@@ -68,7 +68,7 @@ def equal(one: list[Step], other: list[Step]) -> bool:
     )
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     workers=st.sampled_from([0, 1, 3]),
     plans=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5)), min_size=1, max_size=3),

@@ -262,6 +262,7 @@ def test_one_row(tmp_path: Path) -> None:
     assert np.array_equal(next(iter(step.values())), X[[7, 7]])
 
 
+@pytest.mark.slow
 def test_cached_rows_do_not_count_as_memory_of_the_rank(tmp_path: Path) -> None:
     """Neither do modules: Arrow's own conversion to arrays would import pandas."""
     code = (
