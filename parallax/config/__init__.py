@@ -409,9 +409,24 @@ class _Requested:
     @property
     def chosen(self) -> tuple[str, ...]:
         """The overrides that choose options, in Hydra's syntax."""
+        return self._chosen()
+
+    def _chosen(self, without: str = "") -> tuple[str, ...]:
+        """Return ``chosen``, except the option of the group ``without``."""
         return tuple(
-            self.options.chosen(group, name) for group, name in self.groups.items() if name
+            self.options.chosen(group, name)
+            for group, name in self.groups.items()
+            if name and group != without
         )
+
+    def _other_kinds(self, merged: DictConfig) -> list[str]:
+        """Return the groups whose option in ``merged`` has another dataclass than the experiment's own."""
+        experiment = self.groups.get("experiment")
+        typed = [group for group in self.groups if len(_kinds(group)) > 1]
+        if not (experiment and typed):
+            return []
+        own = _composed(self.options, (self.options.chosen("experiment", experiment),))
+        return [group for group in typed if merged[group].name != own[group].name]
 
     def merge(
         self, numbers: Mapping[str, float] = MappingProxyType({}), *, resolve: bool = True
@@ -419,14 +434,17 @@ class _Requested:
         """Return the merged files of the chosen options as plain data, changed first by ``numbers``, then by the
         overrides.
 
-        ``numbers``: {key: value}, to which interpolations in the overrides may refer. ``resolve``: replace each
-        interpolation ``${...}`` by its value. The prefixes ``+`` and ``++`` of overrides are ignored, because keys are
-        checked afterwards.
+        An option of another kind than the experiment's, such as ``cluster=dgx_a100`` for ``cluster=local``, takes none
+        of the experiment's settings of its group. ``numbers``: {key: value}, to which interpolations in the overrides
+        may refer. ``resolve``: replace each interpolation ``${...}`` by its value. The prefixes ``+`` and ``++`` of
+        overrides are ignored, because keys are checked afterwards.
         """
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
         merged = _merged(self.options, self.chosen)
+        for group in self._other_kinds(merged):
+            merged[group] = _merged(self.options, self._chosen(without="experiment"))[group]
         for key, number in numbers.items():
             OmegaConf.update(merged, key, number, force_add=True)
         for key, override in self.values.items():

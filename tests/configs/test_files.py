@@ -82,6 +82,24 @@ def test_experiments() -> None:
     assert compose(["experiment=null"]) == compose([])
 
 
+def test_an_option_of_another_kind_takes_no_setting_of_the_experiment() -> None:
+    """A budget of CPU processes is none of a GPU, and arguments of one dataset are none of another's."""
+    for name in ("frontier", "two_by_two", "wide"):
+        typed = ["cluster=dgx_a100", "cluster.nodes=2"]
+        planned = compose([f"experiment={name}", *typed])
+        assert planned.cluster == compose(typed).cluster
+        assert planned.model == compose([f"experiment={name}"]).model
+    images = ["data=images", "data.path=photographs"]
+    assert compose(["experiment=resnet50", *images]).data == compose(images).data
+    same = compose(["experiment=frontier", "cluster=local"])
+    assert same == compose(["experiment=frontier"]), "of the experiment's own kind"
+    own = compose(["experiment=frontier"])
+    assert (
+        compose(["experiment=frontier", "cluster=v100"], own).cluster
+        == compose(["cluster=v100"]).cluster
+    )
+
+
 def test_sgd_has_none_of_the_habits_of_adamw() -> None:
     overrides = ["optimizer=sgd"]
     sgd = compose(overrides).optimizer
