@@ -95,16 +95,21 @@ def compare_with_own_forward(
     Return a text on what could not be compared, or ''. Raises :class:`DescribeError` if the chain computes other values
     than the model, and :class:`CannotRun` if the model cannot run on these rows.
     """
-    passes = [_Setting(rows, training) for training in (True, False) for rows in counts]
+    training, evaluation = ([_Setting(rows, mode) for rows in counts] for mode in (True, False))
     comparison = _Comparison(chain, loss, batch)
-    try:
-        comparison.run(passes)
-    except _Differs as difference:
-        if not difference.where.training or comparison.repeats(passes):
-            raise DescribeError(comparison.difference_message(passes, difference)) from None
-        comparison.run([each for each in passes if not each.training])
-        return "its forward draws other random numbers each time, so only evaluation was compared, not training"
-    return ""
+    unlike = ""
+    for passes in ([*training, *evaluation], evaluation):
+        try:
+            comparison.run(passes)
+            break
+        except _Differs as difference:
+            mode = training if difference.where.training else evaluation
+            if comparison.repeats(mode):
+                raise DescribeError(comparison.difference_message(passes, difference)) from None
+            unlike = "its forward draws other random numbers each time, so "
+            if mode is evaluation:
+                return f"{unlike}evaluation was not compared"
+    return unlike and f"{unlike}only evaluation was compared, not training"
 
 
 class _Comparison:
@@ -119,13 +124,11 @@ class _Comparison:
             self._compare(own, blocks, each)
 
     def repeats(self, passes: Sequence[_Setting]) -> bool:
-        """Return whether the model's own forward, run twice, gives equal results in the training settings of
-        ``passes``.
-        """
+        """Return whether the model's own forward, run twice, gives equal results in the settings ``passes``."""
         blocks = BlocksInOrder(self._chain)
         first, second = OwnForward(self._chain, blocks), OwnForward(self._chain, blocks)
         try:
-            for each in (one for one in passes if one.training):
+            for each in passes:
                 self._compare(first, second, each)
         except _Differs:
             return False

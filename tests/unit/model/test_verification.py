@@ -127,6 +127,37 @@ def test_a_block_that_does_something_else_is_refused_by_name(old: str, new: str)
     assert "\n" not in str(caught.value)
 
 
+class Noise(nn.Module):
+    """Draws from a generator whose state the check does not know."""
+
+    random = torch.Generator().manual_seed(1)
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.always = always
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn(x.shape, generator=Noise.random)
+        return x + noise if self.training or self.always else x
+
+
+@pytest.mark.parametrize(
+    ("always", "left"), [(False, "only evaluation was compared"), (True, "evaluation was not")]
+)
+def test_noise_of_its_own_is_not_compared(
+    always: bool, left: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), Noise(always), nn.Linear(8, 3))
+
+    with caplog.at_level(logging.WARNING):
+        assert verify(chain_of(build), F.cross_entropy, batch()).coupled, (
+            "losses are never the same"
+        )
+    (record,) = caplog.records
+    assert left in record.getMessage()
+
+
 class Coupled(nn.Module):
     """Rows interact in the model."""
 
