@@ -419,14 +419,28 @@ class _Requested:
             if name and group != without
         )
 
-    def _other_kinds(self, merged: DictConfig) -> list[str]:
-        """Return the groups whose option in ``merged`` has another dataclass than the experiment's own."""
+    def _leave_out(self, merged: DictConfig) -> None:
+        """Remove settings of the experiment from ``merged`` that are for another kind of cluster or of data than the
+        chosen one.
+
+        Devices and budgets of another cluster do not apply at all, and of settings for other data those that the chosen
+        data have remain. Settings of a model all remain: a missing adapter would train another model.
+        """
+        from omegaconf import open_dict
+
         experiment = self.groups.get("experiment")
-        typed = [group for group in self.groups if len(_kinds(group)) > 1]
+        typed = [group for group in ("cluster", "data") if self.groups.get(group)]
         if not (experiment and typed):
-            return []
+            return
         own = _composed(self.options, (self.options.chosen("experiment", experiment),))
-        return [group for group in typed if merged[group].name != own[group].name]
+        for group in (one for one in typed if merged[one].name != own[one].name):
+            if group == "cluster":
+                merged[group] = _composed(self.options, self._chosen(without="experiment"))[group]
+                continue
+            (kind,) = (k for k in _kinds(group) if defaults(k)["name"] == merged[group].name)
+            with open_dict(merged[group]):
+                for key in set(merged[group]) - field_types(kind).keys():
+                    del merged[group][key]
 
     def merge(
         self, numbers: Mapping[str, float] = MappingProxyType({}), *, resolve: bool = True
@@ -434,17 +448,15 @@ class _Requested:
         """Return the merged files of the chosen options as plain data, changed first by ``numbers``, then by the
         overrides.
 
-        An option of another kind than the experiment's, such as ``cluster=dgx_a100`` for ``cluster=local``, takes none
-        of the experiment's settings of its group. ``numbers``: {key: value}, to which interpolations in the overrides
-        may refer. ``resolve``: replace each interpolation ``${...}`` by its value. The prefixes ``+`` and ``++`` of
-        overrides are ignored, because keys are checked afterwards.
+        ``numbers``: {key: value}, to which interpolations in the overrides may refer. ``resolve``: replace each
+        interpolation ``${...}`` by its value. The prefixes ``+`` and ``++`` of overrides are ignored, because keys are
+        checked afterwards.
         """
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
         merged = _merged(self.options, self.chosen)
-        for group in self._other_kinds(merged):
-            merged[group] = _merged(self.options, self._chosen(without="experiment"))[group]
+        self._leave_out(merged)
         for key, number in numbers.items():
             OmegaConf.update(merged, key, number, force_add=True)
         for key, override in self.values.items():

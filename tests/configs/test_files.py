@@ -8,6 +8,7 @@ import yaml
 
 from parallax.config import RunConfig, compose, dump, load, nodes
 from parallax.config import options as options_module
+from parallax.errors import ConfigError
 from parallax.machine.local import ClusterConfig
 from parallax.model.factory.gpt import GPTConfig
 from parallax.model.factory.mlp import MLPConfig
@@ -82,7 +83,7 @@ def test_experiments() -> None:
     assert compose(["experiment=null"]) == compose([])
 
 
-def test_an_option_of_another_kind_takes_no_setting_of_the_experiment() -> None:
+def test_an_experiment_takes_another_kind_of_cluster_and_of_data() -> None:
     """A budget of CPU processes is none of a GPU, and arguments of one dataset are none of another's."""
     for name in ("frontier", "two_by_two", "wide"):
         typed = ["cluster=dgx_a100", "cluster.nodes=2"]
@@ -90,7 +91,16 @@ def test_an_option_of_another_kind_takes_no_setting_of_the_experiment() -> None:
         assert planned.cluster == compose(typed).cluster
         assert planned.model == compose([f"experiment={name}"]).model
     images = ["data=images", "data.path=photographs"]
-    assert compose(["experiment=resnet50", *images]).data == compose(images).data
+    assert (
+        compose(["experiment=resnet50", *images]).data
+        == compose([*images, "data.validation=0"]).data
+    )
+    with pytest.raises(ConfigError, match=r"data\.kwargs"):
+        compose(["experiment=resnet50", *images, "data.kwargs.pixels=32"])
+    with pytest.raises(ConfigError, match=r"model\.adapter"):
+        compose(["experiment=lora", "model=mlp"])
+    own_model = compose(["experiment=lora", "model=custom", "model.target=mymodel:build"]).model
+    assert own_model.adapter == compose(["experiment=lora"]).model.adapter  # type: ignore[union-attr]
     same = compose(["experiment=frontier", "cluster=local"])
     assert same == compose(["experiment=frontier"]), "of the experiment's own kind"
     own = compose(["experiment=frontier"])
