@@ -208,6 +208,18 @@ class SavedBytes:
         block = [(key, *found) for key, found in self._block.items() if key not in self._loss]
         return tuple(size for _, size, moves in block if moves)
 
+    def movable_bytes(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        """Return, for each of ``tensors``, the bytes of its storage if the block saves it and it may be offloaded, and
+        0 otherwise. A storage of several tensors counts for the first of them."""
+        found: dict[int, int] = {}
+        sizes = []
+        for tensor in tensors:
+            key = address(plain_rows(tensor).untyped_storage())
+            size, moves = self._block.get(key, (0, False))
+            sizes.append(size if moves and key not in found and key not in self._loss else 0)
+            found[key] = size
+        return tuple(sizes)
+
     def byte_totals(
         self, entering: Sequence[Tensor], results: Sequence[Tensor]
     ) -> tuple[int, int, int, int]:

@@ -125,6 +125,8 @@ class BlockCost:
     ``norm_seconds``     the slowdown of forward and backward together by such statistics, without their exchange
     ``moved``            bytes of saved activations that can be offloaded, per micro-batch in flight
     ``stays``            bytes saved for backward that are never offloaded: small tensors, casts of parameters
+    ``shared``           the part of ``moved`` that the block before saves, too: inputs of this block that are outputs
+                         of a ReLU, for example
     ``by_loss``          bytes that the loss saves after the last block; they are resident under every directive
     ``input``            bytes of the block's input tensors
     ``output``           bytes of the block's output tensors
@@ -158,6 +160,7 @@ class BlockCost:
     norm_seconds: Affine = NOTHING
     moved: Affine
     stays: Affine = NOTHING
+    shared: Affine = NOTHING
     by_loss: Affine = NOTHING
     input: Affine
     output: Affine

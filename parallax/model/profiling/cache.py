@@ -22,7 +22,7 @@ from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.offloads import Offloader
 from parallax.plan.profile import ModelProfile
 
-CACHE_VERSION = 15  # version of the measurement; profiles of another version are measured again
+CACHE_VERSION = 16  # version of the measurement; profiles of another version are measured again
 Sample = Callable[[int], tuple[tuple[Tensor, ...], Tensor]]
 
 

@@ -90,6 +90,8 @@ class _Measured:
     ``allocated``                 the bytes of each block of memory that a forward and a backward allocate
     ``flops``                     the operations of matrix products in a forward and a backward
     ``outputs``                   the block's output tensors
+    ``saved_inputs``, ``saved_outputs``  for each input and output the bytes of its storage, if the block saves it and
+                                  it may be offloaded, and otherwise 0
 
     The other fields are seconds and bytes, as in :class:`~parallax.plan.profile.BlockCost`. ``offload_seconds`` is None
     if it was not measured.
@@ -111,6 +113,8 @@ class _Measured:
     split_work: int
     allocated: tuple[int, ...]
     outputs: tuple[Tensor, ...]
+    saved_inputs: tuple[int, ...]
+    saved_outputs: tuple[int, ...]
     flops: float = 0.0
     skipped_seconds: float = 0.0
     offload_seconds: float | None = None  # measured at the two largest numbers of rows only
@@ -487,7 +491,7 @@ class _Bench:
         outputs = self.forward(block, own.enter(), None)
         times = self._times(own)
         passes = self._received(index, block, own, targets)  # which saves the most
-        moved, stays, by_loss, new = self._saved(block, passes.enter(), targets)
+        saved, new = self._saved(block, passes.enter(), targets)
         _, forward, backward = self._allocations(passes.enter, passes.forward, passes.backward)
         sent = outputs if passes is own else self.forward(block, passes.enter(), None)
         arriving = sum(tensor.nbytes for tensor in sent if tensor.requires_grad)
@@ -502,12 +506,9 @@ class _Bench:
             own.backward(own.forward(own.enter()))
         return _Measured(
             rows=rows,
-            **times,
-            norms=0,
+            **dict[str, Any](times),
+            **saved,
             flops=meter.flops,
-            moved=moved,
-            stays=stays,
-            by_loss=by_loss,
             entering=sum(tensor.nbytes for tensor in inputs),
             leaving=sum(tensor.nbytes for tensor in outputs),
             forward_work=max(0, forward.most - new),
@@ -674,23 +675,26 @@ class _Bench:
 
     def _saved(
         self, block: nn.Module, entering: tuple[Tensor, ...], targets: Any
-    ) -> tuple[int, int, int, int]:
-        """Return four numbers of bytes for a forward:
-
-        1. the offloadable bytes that the block saves for backward
-        2. the resident bytes that the block saves for backward
-        3. the bytes that the loss saves
-        4. all bytes that exist after the forward and did not exist before it
+    ) -> tuple[dict[str, Any], int]:
+        """Return {field of :class:`_Measured`: the bytes that a forward saves for backward}, and the number of bytes
+        that exist after the forward and did not exist before it.
 
         ``targets``: None without a loss.
         """
         saved = SavedBytes([*block.parameters(), *block.buffers()], self._minimum)
         with saved.block_hooks():
-            results = self.forward(block, entering, None)
+            outputs = results = self.forward(block, entering, None)
         if targets is not None:
             with saved.loss_hooks():
-                results = self.add_loss(results, targets)
-        return saved.byte_totals(entering, results)
+                results = self.add_loss(outputs, targets)
+        moved, stays, by_loss, new = saved.byte_totals(entering, results)
+        return {
+            "moved": moved,
+            "stays": stays,
+            "by_loss": by_loss,
+            "saved_inputs": saved.movable_bytes(entering),
+            "saved_outputs": saved.movable_bytes(outputs),
+        }, new
 
     def _skipped_seconds(self, passes: BlockPasses) -> float:
         """Return the seconds of the part of a forward, with its loss, that recomputation skips.
@@ -768,6 +772,12 @@ def _cost(
     found: Sequence[Sequence[_Measured]],
     timed: Sequence[Sequence[_TimedBlock]],
 ) -> BlockCost:
+    place = index % len(chain.blocks)
+
+    def shared(blocks: Sequence[_Measured]) -> int:
+        pairs = zip(blocks[place - 1].saved_outputs, blocks[place].saved_inputs)
+        return sum(map(min, pairs)) if place else 0
+
     def cost(field: str) -> Affine:
         each = [(blocks[index].rows, getattr(blocks[index], field)) for blocks in found]
         known = [(rows, value) for rows, value in each if value is not None]
@@ -792,6 +802,7 @@ def _cost(
         norms=found[-1][index].norms,
         norm_seconds=cost("norm_seconds"),
         moved=cost("moved"),
+        shared=Affine.measured([(blocks[place].rows, shared(blocks)) for blocks in found]),
         stays=cost("stays"),
         by_loss=cost("by_loss"),
         input=cost("entering"),

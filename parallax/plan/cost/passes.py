@@ -129,8 +129,8 @@ class Passes:
         for index, block in enumerate(self.load.blocks):
             seconds += block.forward_seconds
             exchange += block.forward_exchange
-            if block.moved_bytes > 0:
-                runs.append(Pass(seconds, index, block.moved_bytes, exchange))
+            if block.transferred_bytes > 0:
+                runs.append(Pass(seconds, index, block.transferred_bytes, exchange))
                 seconds = exchange = 0.0
         return (*runs, Pass(seconds, exchange=exchange))
 
@@ -139,9 +139,9 @@ class Passes:
         """Return a backward as parts of consecutive blocks. Each offloaded block is a separate part."""
         runs, seconds, exchange = [], 0.0, 0.0
         for index, block in reversed(list(enumerate(self.load.blocks))):
-            if block.moved_bytes > 0:
+            if block.transferred_bytes > 0:
                 mine = Pass(
-                    block.backward_seconds, index, block.moved_bytes, block.backward_exchange
+                    block.backward_seconds, index, block.transferred_bytes, block.backward_exchange
                 )
                 runs += [Pass(seconds, exchange=exchange), mine]
                 seconds = exchange = 0.0

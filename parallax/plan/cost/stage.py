@@ -39,6 +39,7 @@ class BlockLoad:
     ``kept_bytes``         saved activations that stay on the device
     ``loss_bytes``         the part of ``kept_bytes`` that the loss saves
     ``moved_bytes``        saved activations that are offloaded
+    ``shared_bytes``       the part of ``moved_bytes`` that the block before offloads
     ``forward_work``       workspace of the forward
     ``backward_work``      workspace of the backward
     ``forward_exchange``   the part of ``forward_seconds`` that waits for statistics of other replicas
@@ -61,6 +62,12 @@ class BlockLoad:
     trained_bytes: int = 0
     forward_exchange: float = 0.0
     backward_exchange: float = 0.0
+    shared_bytes: int = 0
+
+    @property
+    def transferred_bytes(self) -> int:
+        """Return the bytes that are written for this block alone."""
+        return self.moved_bytes - self.shared_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -145,7 +152,7 @@ class StageLoad:
     @property
     def moved_bytes(self) -> int:
         """Return the bytes of one micro-batch's saved activations that are offloaded."""
-        return sum(block.moved_bytes for block in self.blocks)
+        return sum(block.transferred_bytes for block in self.blocks)
 
     @property
     def smallest_swap_limit(self) -> int:
@@ -250,17 +257,20 @@ def load_block(
     split: bool = False,
     received: bool = False,
     exchange_seconds: float | None = None,
+    shares: bool = False,
 ) -> BlockLoad:
     """Return the cost of one block under one directive, on a device with ``speed`` relative to the profile's device.
 
     With ``split`` backwards, a block that keeps its activations has a separate weight-gradient pass. ``received``: the
     block's stage is not the first. ``exchange_seconds``: the seconds of an exchange of a few numbers between the
     replicas of the block, which each BatchNorm with statistics over all of them needs in each pass; None: there are no
-    replicas.
+    replicas. ``shares``: the block before is in the same stage and keeps or offloads its activations as this one does,
+    so what both save is counted there.
     """
     saved, stays = math.ceil(cost.moved.at(rows)), math.ceil(cost.stays.at(rows))
     forward, backward, exchange = _seconds(cost, rows, speed, received, exchange_seconds)
-    kept, moved, again = saved + stays, 0, 0.0
+    shared = math.floor(cost.shared.at(rows)) if shares else 0
+    kept, moved, again = saved + stays - shared, 0, 0.0
     forward_work = math.ceil(cost.forward_work.at(rows) + cost.output.at(rows))
     backward_work = math.ceil(cost.backward_work.at(rows) + cost.output.at(rows))
     if directive is Directive.OFFLOAD:
@@ -300,6 +310,7 @@ def load_block(
         trained_bytes=cost.parameter_bytes - cost.frozen_bytes,
         forward_exchange=exchange,
         backward_exchange=exchange * (2 if again else 1),
+        shared_bytes=shared if moved else 0,
     )
 
 
@@ -370,8 +381,8 @@ def load_stage(
         input_bytes=entering,
         output_bytes=leaving,
         blocks=tuple(
-            load_block(cost, directive, rows, received=start > 0, **how)
-            for cost, directive in zip(costs, directives)
+            load_block(cost, directive, rows, received=start > 0, shares=shares, **how)
+            for cost, directive, shares in zip(costs, directives, _sharing(directives))
         ),
         gathered_bytes=costs[-1].gathered_bytes,
         gathered_seconds=costs[-1].gathered_seconds / device.speed,
@@ -379,6 +390,12 @@ def load_stage(
         * sum(cost.forward_seconds.at(rows) for cost in costs)
         / device.speed,
     )
+
+
+def _sharing(directives: Sequence[Directive]) -> list[bool]:
+    """Return for each block of a stage whether the block before it keeps or offloads its activations as it does."""
+    pairs = zip([None, *directives], directives)
+    return [before is each and each is not Directive.RECOMPUTE for before, each in pairs]
 
 
 def load_planned(

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,7 @@ from parallax.plan.cost.traffic import (
     tier_places,
 )
 from parallax.plan.plan import EACH_MICRO_BATCH, Directive, StagePlan, Visits
-from parallax.plan.profile import ModelProfile
+from parallax.plan.profile import NOTHING, ModelProfile
 from parallax.plan.search.boundaries import block_kinds
 
 FRONT = 480_000  # choices kept times blocks squared, above which the search is marked as inexact
@@ -240,6 +240,7 @@ class ExactStageFitter:
         self._profile, self._device, self._host_states = profile, device, host_states
         self._allowed = [directive for directive in OFFERED if directive in allowed]
         self._kinds, self._costs = block_kinds(profile)
+        self._shares = any(cost.shared != NOTHING for cost in self._costs)
         self.exact = True
         self._most = max(LEAST_FRONT, FRONT // len(self._kinds) ** 2)
         self.effort = 0
@@ -434,15 +435,15 @@ class ExactStageFitter:
 
     def _find_options(self, kind: int, rows: int, split: bool, exchange: float | None) -> Floats:
         """Return the costs of a block of this ``kind``, one row per allowed directive, with the columns of
-        :class:`_Front`.
+        :class:`_Front`: first those after a block with another directive, then those after one with the same directive,
+        which saves some of the tensors already.
         """
-        cost, speed = self._costs[kind], self._device.speed
+        how: Any = {"speed": self._device.speed, "split": split, "exchange_seconds": exchange}
+        cost = self._costs[kind]
         return np.array(
             [
-                _columns(
-                    load_block(cost, d, rows, speed=speed, split=split, exchange_seconds=exchange)
-                )
-                for d in self._allowed
+                [_columns(load_block(cost, d, rows, shares=shares, **how)) for d in self._allowed]
+                for shares in (False, True)
             ]
         )
 
@@ -454,12 +455,16 @@ class ExactStageFitter:
             return _Front(np.zeros((1, 5)), np.zeros((1, 0), np.int8), True)
         before = self._front(kinds[:-1], rows, split, exchange)
         grown = []
-        for option in self._options(kinds[-1], rows, split, exchange):
-            sums = before.columns[:, : _MOVED + 1] + option[: _MOVED + 1]
-            grown.append(
-                np.hstack([sums, np.maximum(before.columns[:, _LARGEST:], option[_LARGEST:])])
-            )
         size = len(before.columns)
+        for index, (other, same) in enumerate(
+            zip(*self._options(kinds[-1], rows, split, exchange), strict=True)
+        ):
+            shares = (before.directives[:, -1:] == index).any(axis=1)
+            option = np.where(shares[:, None], same, other)
+            sums = before.columns[:, : _MOVED + 1] + option[:, : _MOVED + 1]
+            grown.append(
+                np.hstack([sums, np.maximum(before.columns[:, _LARGEST:], option[:, _LARGEST:])])
+            )
         directives = np.hstack(
             [
                 np.tile(before.directives, (len(grown), 1)),
@@ -467,7 +472,12 @@ class ExactStageFitter:
             ]
         )
         front = _Front(np.vstack(grown), directives, before.exact)
-        front = front.pick(_undominated(front.columns))
+        alike = [np.arange(len(front.columns))]
+        if self._shares:  # what the next block costs depends on the directive of this one
+            alike = [np.flatnonzero(directives[:, -1] == d) for d in range(len(grown))]
+        front = front.pick(
+            np.concatenate([each[_undominated(front.columns[each])] for each in alike])
+        )
         self.effort += len(front.columns)
         if len(front.columns) > self._most:  # keep an even selection by size
             by_bytes = np.argsort(
@@ -484,14 +494,17 @@ class ExactStageFitter:
         choice within both bounds that keeps the fewest bytes. So it includes the smallest choice for any number of
         micro-batches in flight.
         """
-        options = np.array([self._options(kind, rows, split, exchange) for kind in kinds])
+        each = np.array([self._options(kind, rows, split, exchange) for kind in kinds])
+        options, sharing = each[:, 0], each[:, 1]
         found: dict[tuple[int, ...], Floats] = {}
         for work in self._bounds(options[:, :, _WORK]):
             for largest in self._bounds(options[:, :, _LARGEST]):
                 allowed = (options[:, :, _WORK] <= work) & (options[:, :, _LARGEST] <= largest)
                 if allowed.any(axis=1).all():
                     best = np.where(allowed, options[:, :, _KEPT], np.inf).argmin(axis=1)
-                    chosen = options[np.arange(len(kinds)), best]
+                    at = np.arange(len(kinds)), best
+                    same = np.diff(best, prepend=-1) == 0
+                    chosen = np.where(same[:, None], sharing[at], options[at])
                     found[tuple(best)] = np.hstack(
                         [chosen[:, : _MOVED + 1].sum(0), chosen[:, _LARGEST:].max(0)]
                     )
@@ -511,7 +524,7 @@ def _columns(load: BlockLoad) -> tuple[float, ...]:
     return (
         load.forward_seconds + load.backward_seconds,
         load.held_bytes,
-        load.moved_bytes,
+        load.transferred_bytes,
         load.moved_bytes,
         work,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,6 +108,7 @@ class _Sums:
     ``base``             bytes of activations that stay on the device
     ``plain``            workspace bytes without recomputation
     ``both``             workspace bytes with recomputation
+    ``kept``             bytes of activations if every block keeps them
     ``buffers``          swap limits to try, each with the seconds that a backward waits under it. A limit for two
                          blocks lets reads overlap with compute. A limit for one block does not.
     """
@@ -126,6 +128,7 @@ class _Sums:
     base: Floats
     plain: Floats
     both: Floats
+    kept: float
     buffers: tuple[tuple[Floats, Floats], ...]
 
 
@@ -160,19 +163,13 @@ class _Columns:
     pass."""
 
     def __init__(self, chain: BlockChain, kind: PipelineRankKind) -> None:
+        how: Any = {
+            "speed": kind.device.speed,
+            "split": kind.split,
+            "exchange_seconds": kind.device.exchange_seconds(kind.replicas),
+        }
         loads = {
-            directive: [
-                load_block(
-                    cost,
-                    directive,
-                    kind.rows,
-                    speed=kind.device.speed,
-                    split=kind.split,
-                    exchange_seconds=kind.device.exchange_seconds(kind.replicas),
-                )
-                for cost in chain.costs
-            ]
-            for directive in OFFERED
+            d: [load_block(cost, d, kind.rows, **how) for cost in chain.costs] for d in OFFERED
         }
 
         def column(directive: Directive, of: Callable[[BlockLoad], float]) -> Floats:
@@ -189,6 +186,11 @@ class _Columns:
         self.slower = column(Directive.OFFLOAD, both) - self.seconds
         self.moved = column(Directive.OFFLOAD, lambda load: load.moved_bytes)
         self.kept = {d: column(d, lambda load: load.held_bytes) for d in OFFERED}
+        once = [
+            load_block(cost, Directive.KEEP, kind.rows, shares=True, **how).held_bytes
+            for cost in chain.costs
+        ]
+        self.shared = self.kept[Directive.KEEP] - np.array(once, dtype=np.float64)[chain.kinds]
         self.work = {
             d: column(d, lambda load: max(load.forward_work, load.backward_work)) for d in OFFERED
         }
@@ -301,7 +303,8 @@ class GreedyStages:
     def _fewest(self, parts: tuple[Part, ...]) -> float:
         sums, least, static = self._sums(parts), math.inf, self._rest(parts)
         rest = sums.offloaded[::-1]  # every block that is not offloaded is recomputed
-        plain = np.where(self._permitted(0 * rest, sums.offloaded), sums.base + sums.plain, np.inf)
+        base = np.array([sums.kept, *sums.base[1:]])
+        plain = np.where(self._permitted(0 * rest, sums.offloaded), base + sums.plain, np.inf)
         again = np.where(
             self._permitted(rest, sums.offloaded),
             sums.base + sums.both - sums.recompute_freed[rest],
@@ -432,6 +435,8 @@ class GreedyStages:
             base=float((in_flight_by_block * keep).sum()) - gone,
             plain=plain,
             both=np.maximum(plain, work[Directive.RECOMPUTE]),
+            kept=float((in_flight_by_block * keep).sum())
+            - sum(n * float(self._columns.shared[a + 1 : b].sum()) for a, b, n in parts),
             buffers=self._swap_buffers(moving, gone, largest, stages=len(parts)),
         )
 
@@ -443,7 +448,7 @@ class GreedyStages:
         per micro-batch.
         """
         count = len(sums.order)
-        if Directive.KEEP in self._allowed and sums.base[0] + sums.plain[0] <= free_bytes:
+        if Directive.KEEP in self._allowed and sums.kept + sums.plain[0] <= free_bytes:
             return max(sums.compute, streaming), (), ()
         best, answer = math.inf, None
         for limit, waiting in sums.buffers:

@@ -21,11 +21,15 @@ from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling import clock
 from parallax.model.profiling import measure as module
 from parallax.model.profiling.measure import measure
+from parallax.model.saved import SavedBytes
+from parallax.plan.cost.stage import load_stage
+from parallax.plan.plan import Directive
 from parallax.plan.profile import BlockCost, ModelProfile
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
 from tests.plans import make_plan
+from tests.unit.plan_fakes import cluster
 
 CPU = torch.device("cpu")
 WIDE, FLOAT = 64, 4
@@ -341,6 +345,57 @@ def test_what_is_predicted_is_what_the_swap_manager_moves(
     assert statistics.bytes_out + statistics.bytes_cancelled == sum(
         block.moved.at(4) for block in found.blocks
     )
+
+
+class Rectified(nn.Module):
+    """Ends with a ReLU, whose output the next block saves, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDE, WIDE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.linear(x) + x)
+
+
+def test_what_the_block_before_saves_too_counts_once(scratch: Path) -> None:
+    factory = chain_of(Rectified, Rectified, Rectified, Both, linear())
+    rows, chain = 4, describe(factory)
+    (x,), y = sample(rows)
+    found = profile_of_chain(chain)
+    row = rows * WIDE * FLOAT
+    shared = [block.shared.at(rows) for block in found.blocks]
+    assert shared == [0, row, row, row, 0], "Both does not save its output"
+    model = factory()
+    once = SavedBytes(list(model.parameters()), 1)
+    with once.block_hooks():
+        model(x)
+    whole = sum(once.movable_sizes())
+    device = cluster(1).devices[0]
+    for directive in (Directive.KEEP, Directive.OFFLOAD):
+        load = load_stage(found, 0, [directive] * len(found.blocks), rows, device=device)
+        by_loss = sum(block.loss_bytes for block in load.blocks)
+        assert load.moved_bytes + load.kept_bytes - by_loss == whole
+    mixed = [
+        Directive.KEEP,
+        Directive.OFFLOAD,
+        Directive.OFFLOAD,
+        Directive.RECOMPUTE,
+        Directive.KEEP,
+    ]
+    load = load_stage(found, 0, mixed, rows, device=device)
+    assert [block.shared_bytes for block in load.blocks] == [0, 0, shared[2], 0, 0]
+    plan = make_plan(chain, global_batch=rows, microbatch=rows, directive="offload")
+    engine = Engine.build(
+        chain, plan, loss=F.mse_loss, swap=SwapConfig(minimum_bytes=1), scratch=scratch
+    )
+    try:
+        engine.gradients(TensorRows(x, y))
+        assert engine._manager is not None
+        statistics = engine._manager.take_statistics()
+    finally:
+        engine.close()
+    assert statistics.bytes_out + statistics.bytes_cancelled == whole
 
 
 def test_more_rows_are_measured_while_they_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,28 +63,34 @@ class Sums:
             request.profile.blocks[stage_case.start : stage_case.stop],
             request.device(0, 1).speed,
         )
-        loads = [
+        how: Any = {"speed": speed, "split": stage_case.split}
+        loads = np.array(
             [
-                load_block(b, d, stage_case.rows, speed=speed, split=stage_case.split)
-                for d in request.allowed
+                [
+                    [
+                        figures(load_block(b, d, stage_case.rows, shares=shares, **how))
+                        for d in request.allowed
+                    ]
+                    for b in blocks
+                ]
+                for shares in (False, True)
             ]
-            for b in blocks
-        ]
-        picks = choices(len(blocks), len(loads[0]))
-        taken = np.array([[figures(load) for load in row] for row in loads])[
-            np.arange(len(blocks))[None, :], picks
-        ]
+        )
+        picks = choices(len(blocks), len(request.allowed))
+        shares = np.diff(picks, axis=1, prepend=-1) == 0  # as the block before it
+        taken = loads[shares.astype(int), np.arange(len(blocks))[None, :], picks]
         seconds, kept, moved = (taken[:, :, column].sum(1) for column in range(3))
-        return cls(seconds, kept, moved, taken[:, :, 2].max(1), taken[:, :, 3].max(1))
+        return cls(seconds, kept, moved, taken[:, :, 4].max(1), taken[:, :, 3].max(1))
 
 
-def figures(load: BlockLoad) -> tuple[float, float, float, float]:
-    """Seconds of both passes, bytes held and moved for a backward, bytes beside a pass."""
+def figures(load: BlockLoad) -> tuple[float, float, float, float, float]:
+    """Seconds of both passes, bytes held and moved for a backward, bytes beside a pass, bytes of one block's swap."""
     return (
         load.forward_seconds + load.backward_seconds,
         load.held_bytes,
-        load.moved_bytes,
+        load.transferred_bytes,
         max(load.forward_work, load.backward_work),
+        load.moved_bytes,
     )
 
 

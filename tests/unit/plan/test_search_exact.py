@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +16,7 @@ from parallax.errors import InfeasiblePlan
 from parallax.plan.config import PlanConfig
 from parallax.plan.cost.traffic import TIER_FLOOR
 from parallax.plan.plan import Directive
+from parallax.plan.profile import Affine, ModelProfile
 from parallax.plan.search.exact_stage import ExactStageFitter, StageSetting
 from parallax.plan.search.request import Request
 from parallax.plan.search.search import (
@@ -30,6 +33,15 @@ from tests.unit.plan_fakes import cluster
 CASES, CHECKED = 60, 40  # of a thousand: known not to be all alike, and compared by default
 
 
+def sharing(model: ModelProfile) -> ModelProfile:
+    """``model`` with blocks of which each saves some bytes that the block before it saves, too."""
+    shared = [
+        replace(b, shared=Affine(0.0, min(a.moved.per_row, b.moved.per_row) // 1))
+        for a, b in itertools.pairwise(model.blocks)
+    ]
+    return replace(model, blocks=(model.blocks[0], *shared))
+
+
 @functools.cache
 def solved(seed: int) -> tuple[Request, SearchResult]:
     """A case, and what the search finds in it."""
@@ -38,6 +50,8 @@ def solved(seed: int) -> tuple[Request, SearchResult]:
     if size == (8, 4) and r.random() < 0.8:
         size = (8, 3)  # the largest take a second each
     model, machines, batch = random_case(r, *size)
+    if seed % 3 == 0:
+        model = sharing(model)
     splits = any(cost.weight_seconds.at(1) for cost in model.blocks)
     some = r.choice(["1f1b", "zb-h1", "zb-h2"] if splits else ["gpipe", "1f1b"])
     config = PlanConfig(schedule="auto" if r.random() < 0.2 else some, interleave=1)
