@@ -91,6 +91,7 @@ def _forward_cost(cost: BlockCost) -> BlockCost:
         norms=0,
         norm_seconds=NOTHING,
         moved=NOTHING,
+        shared=NOTHING,
         stays=NOTHING,
         by_loss=NOTHING,
         forward_work=work,

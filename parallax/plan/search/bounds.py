@@ -395,7 +395,7 @@ class StepBound:
 
     def _find_rows(self, rows: float, split: bool) -> _Rows:
         loads = [
-            load_block(cost, Directive.KEEP, rows, speed=self._speed, split=split)
+            load_block(cost, Directive.KEEP, rows, speed=self._speed, split=split, shares=True)
             for cost in self._costs
         ]
         each = np.array([load.forward_seconds + load.backward_seconds for load in loads])
@@ -426,8 +426,13 @@ class StepBound:
 
     def _moved(self, common: int, rows: float, split: bool) -> int:
         return load_block(
-            self._costs[common], Directive.OFFLOAD, rows, speed=self._speed, split=split
-        ).moved_bytes
+            self._costs[common],
+            Directive.OFFLOAD,
+            rows,
+            speed=self._speed,
+            split=split,
+            shares=True,
+        ).transferred_bytes
 
     def _find_update(self, pipeline_ranks: int, replicas: int) -> float:
         """Return the seconds of the work that a step does once: the optimizer's update and the loss over all rows.

@@ -22,9 +22,11 @@ from parallax.model.profiling import clock
 from parallax.model.profiling import measure as module
 from parallax.model.profiling.measure import measure
 from parallax.model.saved import SavedBytes
+from parallax.plan.cost.forward import task_costs
 from parallax.plan.cost.stage import load_stage
 from parallax.plan.plan import Directive
-from parallax.plan.profile import BlockCost, ModelProfile
+from parallax.plan.profile import NOTHING, BlockCost, ModelProfile
+from parallax.plan.task import PlanTask
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
@@ -376,6 +378,8 @@ def test_what_the_block_before_saves_too_counts_once(scratch: Path) -> None:
         load = load_stage(found, 0, [directive] * len(found.blocks), rows, device=device)
         by_loss = sum(block.loss_bytes for block in load.blocks)
         assert load.moved_bytes + load.kept_bytes - by_loss == whole
+    without = task_costs(found, PlanTask.INFERENCE)
+    assert all(block.shared == NOTHING for block in without.blocks)
     mixed = [
         Directive.KEEP,
         Directive.OFFLOAD,
