@@ -264,8 +264,7 @@ def load_block(
     With ``split`` backwards, a block that keeps its activations has a separate weight-gradient pass. ``received``: the
     block's stage is not the first. ``exchange_seconds``: the seconds of an exchange of a few numbers between the
     replicas of the block, which each BatchNorm with statistics over all of them needs in each pass; None: there are no
-    replicas. ``shares``: the block before is in the same stage and keeps or offloads its activations as this one does,
-    so what both save is counted there.
+    replicas. ``shares``: the block before has the same directive, so what both of them save is counted there.
     """
     saved, stays = math.ceil(cost.moved.at(rows)), math.ceil(cost.stays.at(rows))
     forward, backward, exchange = _seconds(cost, rows, speed, received, exchange_seconds)
@@ -285,16 +284,13 @@ def load_block(
         backward_work += saved + stays
         again = max(0.0, forward - cost.skipped_seconds.at(rows) / speed)
     deferred = 0
-    if (
-        split
-    ):  # under every directive, so that offloading never appears to save the cost of splitting
+    if split:  # under every directive, so that offloading never appears to save the cost
         backward += cost.split_seconds.at(rows) / speed
     if split and directive is Directive.KEEP:
         unknown = cost.deferred == NOTHING and cost.weight_seconds != NOTHING
         deferred = saved + stays if unknown else math.ceil(cost.deferred.at(rows))
-        backward_work = max(
-            backward_work, math.ceil(cost.split_work.at(rows) + cost.output.at(rows))
-        )
+        split_work = math.ceil(cost.split_work.at(rows) + cost.output.at(rows))
+        backward_work = max(backward_work, split_work)
     loss = math.ceil(cost.by_loss.at(rows))
     return BlockLoad(
         forward_seconds=forward,
