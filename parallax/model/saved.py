@@ -211,13 +211,13 @@ class SavedBytes:
     def movable_bytes(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """Return, for each of ``tensors``, the bytes of its storage if the block saves it and it may be offloaded, and
         0 otherwise. A storage of several tensors counts for the first of them."""
-        found: dict[int, int] = {}
+        seen = set(self._loss)
         sizes = []
         for tensor in tensors:
             key = address(plain_rows(tensor).untyped_storage())
             size, moves = self._block.get(key, (0, False))
-            sizes.append(size if moves and key not in found and key not in self._loss else 0)
-            found[key] = size
+            sizes.append(size if moves and key not in seen else 0)
+            seen.add(key)
         return tuple(sizes)
 
     def byte_totals(
